@@ -26,6 +26,7 @@ from qla_kernels.integrations.one_label import LabelledRows, by_prompt, one_labe
 from qla_kernels.integrations.routers import router_loss
 
 OP, NAME = "shared_prefix_trainer", "shared_prefix"
+METHOD = "_get_per_token_logps_and_entropies"
 RELEASES = "TRL 1.16 or later"
 
 log = logging.getLogger("qla_kernels")
@@ -36,22 +37,27 @@ def shared_prefix_trainer(base: type) -> type:
 
     `base` is trl.GRPOTrainer, trl.RLOOTrainer or one derived from these; arguments are those of
     `base`. `_get_per_token_logps_and_entropies` packs rows by prompts; TRL's fused head then
-    computes log-probabilities and entropies without logits. `_generate` uses the attention that the
-    model had, for TRL generates with the model that it trains. The first step logs how many times
-    fewer tokens the model runs; the first one with parts of groups says before how to have whole
-    ones.
+    computes log-probabilities and entropies without logits. The model has our attention from there
+    to the end of the step, and its own attention in `_generate`, because TRL generates with the
+    model that it trains, and after `train` and `evaluate`. The first step logs how many times fewer
+    tokens the model runs; the first one with parts of groups says before how to have whole ones.
 
     Raises:
         TypeError: `base` is no such class.
-        Unsupported: TRL cannot be imported or is too old; and, from the class, for
+        Unsupported: TRL cannot be imported or is too old, or `base` has a method
+            `_get_per_token_logps_and_entropies` that is not TRL's; and, from the class, for
             use_liger_kernel, images, and models that `transformers_dualkv.check` refuses.
     """
     _check_release()
-    method = "_get_per_token_logps_and_entropies"
-    if not isinstance(base, type) or not hasattr(base, method):
+    if not isinstance(base, type) or not hasattr(base, METHOD):
         got = base.__name__ if isinstance(base, type) else f"a {type(base).__name__}"
         fix = "call shared_prefix_trainer(trl.GRPOTrainer)(model, ...)"
-        raise TypeError(need(OP, got, f"trl.GRPOTrainer, or a class with {method}", fix))
+        raise TypeError(need(OP, got, f"trl.GRPOTrainer, or a class with {METHOD}", fix))
+    owner = next(kind for kind in base.__mro__ if METHOD in vars(kind))
+    if owner.__module__.partition(".")[0] != "trl":
+        got, needs = f"{owner.__name__}.{METHOD}, which would not be called", "TRL's own"
+        fix = f"derive {owner.__name__} from shared_prefix_trainer(trl.GRPOTrainer) instead"
+        raise Unsupported(need(OP, got, needs, fix))
 
     class SharedPrefixTrainer(base):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -63,19 +69,32 @@ def shared_prefix_trainer(base: type) -> type:
                 if model is not None:
                     unwrapped = self.accelerator.unwrap_model(model)
                     transformers_dualkv.prepare(bare(unwrapped), NAME)
+            self._select(self._own_attention)
             self._says_gain = self._says_split = True
 
         def _bare_model(self) -> Any:
             return bare(self.accelerator.unwrap_model(self.model))
 
-        def _generate(self, *args: Any, **kwargs: Any) -> Any:
-            # only around generation: activations are recomputed after log-probabilities
+        def _select(self, name: str) -> None:
             model = self._bare_model()
-            transformers_dualkv.select(model, self._own_attention)
+            if text_config(model)._attn_implementation != name:
+                transformers_dualkv.select(model, name)
+
+        def train(self, *args: Any, **kwargs: Any) -> Any:
             try:
-                return super()._generate(*args, **kwargs)
+                return super().train(*args, **kwargs)
             finally:
-                transformers_dualkv.select(model, NAME)
+                self._select(self._own_attention)
+
+        def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return super().evaluation_loop(*args, **kwargs)
+            finally:
+                self._select(self._own_attention)
+
+        def _generate(self, *args: Any, **kwargs: Any) -> Any:
+            self._select(self._own_attention)
+            return super()._generate(*args, **kwargs)
 
         def _get_per_token_logps_and_entropies(
             self,
@@ -90,6 +109,7 @@ def shared_prefix_trainer(base: type) -> type:
         ) -> tuple[Tensor, Tensor | None, Tensor | None]:
             if given := sorted(name for name, x in others.items() if x is not None):
                 _refuse(f"a batch with {', '.join(given)}", "text alone")
+            self._select(NAME)  # until the backward, which recomputes activations, has run
             width = input_ids.shape[1] - logits_to_keep
             groups = padded_groups(input_ids, attention_mask, width)
             trains = torch.is_grad_enabled()  # not so for old and reference policies

@@ -50,6 +50,15 @@ def shared_prefix_async_trainer(base: type) -> type:
             if not self._counts_flops:
                 self._peak_flops_per_device = None  # no rate without a count
 
+        def train(self, *args: Any, **kwargs: Any) -> Any:
+            """Leaves the model with transformers' own attention, which takes ordinary calls."""
+            model = bare(self.accelerator.unwrap_model(self.model))
+            transformers_dualkv.select(model, NAME)
+            try:
+                return super().train(*args, **kwargs)
+            finally:
+                model.set_attn_implementation(None)
+
         def _log_step_metrics(self) -> None:
             """Leaves out TRL's count of operations for models of which it does not know it."""
             uncounted = {} if self._counts_flops else {"compute_flops_per_token": lambda *_: 0}

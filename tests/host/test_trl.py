@@ -172,17 +172,14 @@ def test_parts_of_groups_are_said_before_the_gain(tokenizer, tmp_path, caplog):
     assert second.startswith("shared prompts: the first batch has")
 
 
-def test_the_trained_model_generates_after_the_call_that_its_refusal_names(tokenizer, tmp_path):
-    """The refusal named a layout, which nobody has who only called a trainer."""
+def test_the_trained_model_generates(tokenizer, tmp_path):
+    """It refused every call that is not packed, until another attention was selected."""
     from transformers import AutoModelForCausalLM
 
     model = model_of("Qwen3.5", len(tokenizer), tmp_path / "model")
     run_of(shared_prefix_trainer(trl.GRPOTrainer), model, tokenizer, tmp_path)
     ids = torch.tensor([[3, 4, 5]])
-    with pytest.raises(ValueError, match=r'call model.set_attn_implementation\("sdpa"\) first'):
-        model.generate(ids)
     model.save_pretrained(tmp_path / "saved")
-    model.set_attn_implementation("sdpa")
     settings = {"max_new_tokens": 4, "do_sample": False}
     made = model.generate(ids, **settings)
     swapping.restore(model)
@@ -231,11 +228,10 @@ def test_generation_uses_the_attention_that_the_model_had(tokenizer, tmp_path):
             return super()._generate(*args) if len(chosen) < 2 else 1 / 0
 
     trainer = trainer_of(shared_prefix_trainer(Base), model, tokenizer, tmp_path)
-    assert model.config._attn_implementation == "shared_prefix"
     with pytest.raises(ZeroDivisionError):
         trainer.train()
     assert chosen == ["eager", "eager"]
-    assert model.config._attn_implementation == "shared_prefix"
+    assert model.config._attn_implementation == "eager"
 
 
 def test_models_and_batches_that_are_refused(tokenizer, tmp_path):

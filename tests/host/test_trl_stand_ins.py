@@ -93,9 +93,19 @@ class Base:
             unwrap_model=lambda model: model, autocast=nullcontext, is_main_process=True
         )
 
+    __module__ = "trl.trainer.grpo_trainer"
+
     def _generate(self, prompts: Any) -> Any:
         assert self.model.config._attn_implementation == "eager"
         return prompts if prompts else 1 / 0
+
+    def train(self, *batches: Any) -> None:
+        for batch in batches:
+            self._generate([1])
+            self._get_per_token_logps_and_entropies(self.model, *batch)
+            assert self.model.config._attn_implementation == "shared_prefix"
+
+    evaluation_loop = train
 
     def _get_per_token_logps_and_entropies(self, *args: Any) -> Any:
         raise AssertionError("the derived class has its own")
@@ -179,14 +189,35 @@ def test_a_reference_policy_has_no_entropies(made, rollouts):
     assert found[1] is None
 
 
-def test_generation_uses_the_attention_that_the_model_had(made):
-    """It once failed at the first step: TRL generates with the model that it trains."""
-    trainer = made(Model())
+@pytest.mark.parametrize("method", ["train", "evaluation_loop"])
+def test_the_model_has_our_attention_in_steps_alone(made, rollouts, method):
+    """It refused ordinary calls afterwards; and TRL generates with the model that it trains."""
+    trainer, (_, ids, mask, whole) = made(Model()), rollouts
+    assert trainer.model.config._attn_implementation == "eager"
+    run, batch = getattr(trainer, method), (ids, mask, whole.shape[1])
+    run(batch, batch)
+    assert trainer.model.config._attn_implementation == "eager"
+    with pytest.raises(TypeError):
+        run(batch, ())
+    assert trainer.model.config._attn_implementation == "eager"
     assert trainer._generate([1, 2]) == [1, 2]
-    assert trainer.model.config._attn_implementation == "shared_prefix"
-    with pytest.raises(ZeroDivisionError):
-        trainer._generate([])
-    assert trainer.model.config._attn_implementation == "shared_prefix"
+
+
+def test_a_method_that_would_not_be_called_is_refused(made):
+    class Own(Base):
+        def _get_per_token_logps_and_entropies(self, *args: Any) -> Any:
+            return super()._get_per_token_logps_and_entropies(*args)
+
+    for base in (Own, type("Derived", (Own,), {}), made):
+        with pytest.raises(Unsupported, match=r"_entropies, which would not be called; need TRL's"):
+            trl.shared_prefix_trainer(base)
+
+    class Derived(made):
+        def _get_per_token_logps_and_entropies(self, *args: Any) -> Any:
+            return "called"
+
+    assert Derived(Model())._get_per_token_logps_and_entropies() == "called"
+    trl.shared_prefix_trainer(type("Derived", (Base,), {}))
 
 
 def test_arguments_and_releases_that_are_refused(made, monkeypatch):
