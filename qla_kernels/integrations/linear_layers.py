@@ -136,6 +136,14 @@ def _refuse_pack(got: str) -> NoReturn:
     raise Unsupported(need(PACK, got, needs, fix))
 
 
+def refuse_replica(layer: nn.Module) -> None:
+    """Raises Unsupported for a copy that DataParallel made: all of them share one object's call."""
+    if getattr(layer, "_is_replica", False):
+        got, needs = "a swapped layer in a DataParallel", "one process for each GPU"
+        fix = "use DistributedDataParallel, started by torchrun"
+        raise Unsupported(need("a gated-delta-net layer", got, needs, fix))
+
+
 def _check_row(rows: int, tokens: int, layout: SharedLayout) -> None:
     if rows != 1:
         fix = "pack them, and pass batch.input_ids[None]"
@@ -187,7 +195,8 @@ class PackedCall:
         self.asked += 1
         return self.layout
 
-    def _begin(self, _: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
+    def _begin(self, layer: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
+        refuse_replica(layer)
         self.layout, self.asked = kwargs.get(KEY), 0
         self.bounds, self.seq_idx = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
         if self.mixes and (self.bounds is not None or self.seq_idx is not None):

@@ -26,6 +26,7 @@ from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn import GdnPool, chunk_gated_delta_rule
 from qla_kernels.gdn.anchored.extend import Tokens
 from qla_kernels.gdn.validate import wants_gradients
+from qla_kernels.integrations.linear_layers import refuse_replica
 
 KEY = "qla_layer_call"  # a keyword of layers that hand theirs on to the functions of their module
 OP = "a gated-delta-net layer with batch_invariant=True"
@@ -71,6 +72,7 @@ class LayerCall:
         self.hooks = ()
 
     def _begin(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        refuse_replica(layer)
         self.cache = kwargs.get("cache", kwargs.get("cache_params"))  # new and old name: 5.24
         self.mask = kwargs.get("attention_mask")
         self.place, self.asked = getattr(layer, "layer_idx", 0), False

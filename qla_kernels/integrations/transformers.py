@@ -28,13 +28,16 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from qla_kernels import device
 from qla_kernels.dualkv import SharedLayout
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from qla_kernels.gdn.keywords import is_invariant
-from qla_kernels.integrations import rollouts
+from qla_kernels.gdn.validate import refusal
+from qla_kernels.integrations import packed_calls, rollouts
 from qla_kernels.integrations.layout import readable
 from qla_kernels.integrations.linear_layers import (
     KEY,
@@ -50,6 +53,7 @@ from qla_kernels.integrations.linear_layers import (
 )
 from qla_kernels.integrations.our_calls import expect_module
 from qla_kernels.integrations.rollouts import LayerCall
+from qla_kernels.sm90 import require
 
 # Our functions for q, k and v as a convolution leaves them: without its kernel, with a last stride
 # other than 1. Layers hold them by name, and so can be pickled.
@@ -125,6 +129,7 @@ TAKES: dict[Callable[..., Any], Callable[..., Any]] = {  # the function whose ke
 BEFORE = "before_qla_kernels"  # the attribute that keeps the original functions
 BESIDE = "beside_qla_kernels"  # of modules of a model all of whose linear layers hold ours
 PACKED = "packed_call_of_qla_kernels"  # of layers that hold functions: a PackedCall
+SIZES = "num_k_heads", "head_k_dim", "num_v_heads", "head_v_dim"  # attributes of layers
 CALL = "call_of_qla_kernels"  # of swapped layers: a LayerCall, or None without batch_invariant
 
 
@@ -154,11 +159,18 @@ def swap(model: nn.Module, batch_invariant: bool | None = None) -> int:
         The number of layers of `model` that do; a warning is logged if there are none. Where layers
         share their module's functions, the layers of other models change as well.
 
+    Calls without a cache are looked at from then on: packed_calls.py.
+
     Raises:
         TypeError: `model` is no module.
+        Unsupported: a DataParallel in `model`, or layers on a GPU on which our functions refuse
+            their sizes. Layers that move to a GPU later are refused in their first call.
     """
     expect_module("swap", model)
-    holders = list(_holders(model))
+    holders, sharers = list(_holders(model)), list(_sharers(model))
+    _check_parallel(model)
+    for layer in (*holders, *(layer for layer, _ in sharers)):
+        _check_sizes(layer, batch_invariant)
     around = {child: parent for parent in model.modules() for child in parent.children()}
     for layer in holders:
         changed = _set_call(layer, batch_invariant, handed_on=False)
@@ -167,14 +179,15 @@ def swap(model: nn.Module, batch_invariant: bool | None = None) -> int:
         if BEFORE not in layer.__dict__:
             _take_over(layer, around.get(layer))
     _mark(model)
-    sharers = list(_sharers(model))
     for layer, home in sharers:
         _set_call(layer, batch_invariant, handed_on=True)
         for name, ours in (SHARED | {CONVOLVES: convolution}).items():
             theirs = getattr(home, name, None)
             if theirs is not None and not hasattr(theirs, BEFORE):
                 setattr(home, name, _in_place_of(theirs, ours))
-    if not holders and not sharers:
+    if holders or sharers:
+        packed_calls.watch(model)
+    else:
         log.warning(
             "%s has no layer to swap: none holds %s, and none is a %s of a module with %s",
             type(model).__name__, HOLDS, "...GatedDeltaNet", SHARES,
@@ -190,6 +203,7 @@ def restore(model: nn.Module) -> int:
     well, which this does not undo.
     """
     expect_module("restore", model)
+    packed_calls.forget(model)
     layers = [layer for layer in _holders(model) if BEFORE in layer.__dict__]
     for layer in layers:
         _give_back(layer)
@@ -240,6 +254,33 @@ def beside_layers_that_take_layouts(attention: nn.Module) -> bool:
     """Returns whether the gated-delta-net layers of an attention layer's model follow layouts."""
     home = _home(attention)
     return getattr(attention, BESIDE, False) or (home is not None and _takes_layouts(home))
+
+
+def _check_parallel(model: nn.Module) -> None:
+    """Raises Unsupported for a DataParallel: its threads would share what layers keep of a call."""
+    if any(isinstance(module, nn.DataParallel) for module in model.modules()):
+        fix = "use DistributedDataParallel: swap(model), wrap it, and start it by torchrun"
+        raise Unsupported(need("swap", "a DataParallel", "one process for each GPU", fix))
+
+
+def _check_sizes(layer: nn.Module, batch_invariant: bool | None) -> None:
+    """Raises Unsupported for a layer on a GPU if our functions refuse its sizes, or the GPU."""
+    capability = _capability(layer)
+    H, K, HV, V = (getattr(layer, name, None) for name in SIZES)
+    if capability is None or H is None or K is None or HV is None or V is None:
+        return
+    kept = batch_invariant is None and layer.__dict__.get(CALL) is not None
+    anchored = kept or is_invariant("swap", batch_invariant)
+    q = torch.empty(1, 1, H, K, dtype=torch.bfloat16, device="meta")
+    v = torch.empty(1, 1, HV, V, dtype=torch.bfloat16, device="meta")
+    op = f"swap of a {type(layer).__name__}"
+    require(refusal(q, q, v, anchored=anchored, capability=capability, op=op))
+
+
+def _capability(layer: nn.Module) -> tuple[int, int] | None:
+    """Returns the compute capability of the GPU that holds a layer; None if none does."""
+    weight = next(layer.parameters(), None)
+    return device.capability(weight.device) if weight is not None and weight.is_cuda else None
 
 
 def _follows(layer: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import conv1d, silu
 
 from qla_kernels import Unsupported, chunk_gated_delta_rule
-from qla_kernels.integrations import linear_layers
+from qla_kernels.integrations import linear_layers, packed_calls
 from qla_kernels.integrations import transformers as swapping
 from tests.tiny_hybrids import DENSE, KINDS, VOCABULARY, hybrid
 
@@ -162,6 +162,126 @@ def test_bounds_of_one_sequence_beside_a_cache_are_refused(kind, batch_invariant
             bounds = torch.tensor([0, tokens], dtype=torch.int32)
             with refused:
                 model(ids[:, 20 - tokens :], past_key_values=cache, cu_seq_lens_q=bounds)
+
+
+def warnings_of(caplog: Any) -> list[str]:
+    found = [text for text in caplog.messages if "position_ids that restart" in text]
+    caplog.clear()
+    return found
+
+
+@pytest.mark.parametrize("kind", [*DENSE, "OlmoHybrid"])
+def test_a_pack_by_positions_alone_is_said_once(kind, use, caplog, monkeypatch):
+    """Softmax attention keeps such sequences apart, and linear layers ran them into each other."""
+    model = use(hybrid(kind).eval())
+    batch = packed([torch.randint(VOCABULARY, (n,)) for n in (5, 2, 13)])
+    call = {name: batch[name] for name in ("input_ids", "position_ids")}
+    swapping.swap(model)
+    swapping.swap(model)
+    model(**batch, use_cache=False)
+    model(call["input_ids"], use_cache=False)
+    assert not warnings_of(caplog)
+    model(**call)
+    (text,) = warnings_of(caplog)
+    assert "its sequences run into each other; need their bounds; pass cu_seq_lens_q, as" in text
+    model(**call, use_cache=False)
+    model.base_model(call["input_ids"], None, call["position_ids"])
+    assert not warnings_of(caplog)
+    monkeypatch.setenv("QLA_CHECK", "1")
+    for run in (model, model.base_model):
+        with pytest.raises(Unsupported, match="position_ids that restart without cu_seq_lens_q"):
+            run(**call, use_cache=False)
+    with pytest.raises(Unsupported, match="position_ids that restart without cu_seq_lens_q"):
+        model.base_model(call["input_ids"], None, call["position_ids"])
+    swapping.restore(model)
+    model(**call)
+
+
+def test_positions_that_do_not_restart(use, monkeypatch):
+    """Those of padded rows, of decoding and of images."""
+    monkeypatch.setenv("QLA_CHECK", "1")
+    model, ids = use(hybrid("Qwen3.5").eval()), torch.randint(1, VOCABULARY, (2, 9))
+    swapping.swap(model)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, :4] = mask[1, 6:] = 0
+    positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
+    model(ids, attention_mask=mask, position_ids=positions, use_cache=False)
+    model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False)
+    assert not packed_calls.restarts(torch.arange(9).expand(4, 2, 9), None)
+    assert not packed_calls.restarts(torch.zeros(3, 1, 9).index_fill(2, torch.tensor(0), 5), None)
+    restart = torch.tensor([[0, 1, 2, 0, 1]])
+    assert packed_calls.restarts(restart, None)
+    assert packed_calls.restarts(restart.expand(4, 1, 5), torch.ones(1, 1, 5, 5))
+    assert packed_calls.restarts(restart, torch.ones(1, 5))
+    assert not packed_calls.restarts(restart, torch.tensor([[1, 1, 1, 0, 1]]))
+
+
+@pytest.mark.parametrize("kind", DENSE)
+def test_bounds_that_end_before_or_after_the_row_are_refused(kind, use):
+    """Tokens after the last bound got zeros from the gated delta rule."""
+    model = use(hybrid(kind).eval())
+    swapping.swap(model)
+    batch = packed([torch.randint(VOCABULARY, (n,)) for n in (5, 2, 13)])
+    model(**batch, use_cache=False)
+    given = {k: x for k, x in batch.items() if k != "input_ids"}
+    vectors = model.get_input_embeddings()(batch["input_ids"])
+    model(inputs_embeds=vectors, **given, use_cache=False)
+    for end in (18, 21):
+        given["cu_seq_lens_q"] = torch.tensor([0, 5, 7, end], dtype=torch.int32)
+        text = f"ends at token {end} in a row of 20 tokens; need bounds that .*; append 20"
+        for call in ({"input_ids": batch["input_ids"]}, {"inputs_embeds": vectors}):
+            with pytest.raises(ValueError, match=text):
+                model(**call, **given, use_cache=False)
+
+
+@pytest.mark.parametrize("name", ["cu_seq_lens_q", "position_ids"])
+def test_on_a_gpu_one_call_of_a_form_is_looked_at(name, monkeypatch):
+    """Each look waits for the GPU. Meta tensors stand in for its own: reading them raises."""
+    forward = packed_calls.PackedCalls(("input_ids",))
+    there = torch.zeros(1, 9, dtype=torch.long, device="meta")
+    call = {name: there[0] if name == "cu_seq_lens_q" else there}
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        forward(None, (there,), call)
+    for _ in range(2):
+        forward(None, (there,), call)
+    monkeypatch.setenv("QLA_CHECK", "1")
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        forward(None, (there,), call)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_sizes_that_a_gpu_refuses_are_refused_by_swap(batch_invariant, use, monkeypatch):
+    """They were refused in the first forward, after a model of hours of loading."""
+    monkeypatch.setattr(swapping, "_capability", lambda _: (9, 0))
+    sizes = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    for changed, text in (
+        ({"linear_value_head_dim": 24}, "V=24"),
+        ({"linear_key_head_dim": 256} if batch_invariant else {"linear_key_head_dim": 24}, "K="),
+    ):
+        model = use(hybrid("Qwen3Next", **(sizes | changed)))
+        with pytest.raises(Unsupported, match=f"^swap of a Qwen3NextGatedDeltaNet: .*{text}.*need"):
+            swapping.swap(model, batch_invariant=batch_invariant)
+        assert not any(swapping.status(model).ours.values())
+    model = use(hybrid("Qwen3Next", **sizes))
+    assert swapping.swap(model, batch_invariant=batch_invariant) == 3
+    monkeypatch.setattr(swapping, "_capability", lambda _: (8, 0))
+    with pytest.raises(Unsupported, match=r"^swap of a .* capability 8.0; need 9.0"):
+        swapping.swap(model)
+
+
+def test_data_parallel_is_refused(use):
+    """Its threads share what layers keep of a call."""
+    model = use(hybrid("Qwen3Next").eval())
+    with pytest.raises(Unsupported, match="swap: a DataParallel; need one process for each GPU"):
+        swapping.swap(nn.DataParallel(model))
+    assert not swapping.status(model).ours
+    swapping.swap(model, batch_invariant=True)
+    for module in model.modules():
+        module._is_replica = True  # as nn.parallel.replicate marks copies
+    with pytest.raises(Unsupported, match="a swapped layer in a DataParallel; need one process"):
+        model(torch.ones(1, 3, dtype=torch.long), use_cache=False)
+    for module in model.modules():
+        del module._is_replica
 
 
 class OldLayer(nn.Module):

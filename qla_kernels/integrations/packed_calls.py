@@ -1,0 +1,123 @@
+"""Looks at calls of a swapped model whose sequences its gated-delta-net layers would mix, or lose.
+
+Softmax attention of transformers keeps sequences apart whose position_ids restart. Gated delta nets
+and their convolutions need cu_seq_lens_q for that, which has to end where the row ends.
+"""
+
+import inspect
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qla_kernels import device
+from qla_kernels.arguments import checks_contents
+from qla_kernels.errors import Unsupported, need
+from qla_kernels.integrations.linear_layers import KEY, PACK
+
+CACHES = ("cache", "past_key_values", "cache_params")
+COLLATOR = "DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)"
+RESTART = need(
+    PACK,
+    "position_ids that restart without cu_seq_lens_q: its sequences run into each other",
+    "their bounds",
+    f"pass cu_seq_lens_q, as transformers' {COLLATOR} does",
+)
+
+log = logging.getLogger("qla_kernels")
+
+
+@dataclass(eq=False)
+class PackedCalls:
+    """A hook before the forward of a model's decoder, for calls without a cache.
+
+    Warns once for position_ids that restart without cu_seq_lens_q, and raises Unsupported under
+    QLA_CHECK=1. Raises ValueError for cu_seq_lens_q that does not end where the row ends.
+
+    On the CPU, and under QLA_CHECK=1, it looks at every call. On a GPU it looks at the first call
+    with bounds and the first with positions alone, and waits for the GPU once for each.
+    """
+
+    names: tuple[str, ...]  # of the forward's arguments
+    looked: set[str] = field(default_factory=set)  # at these on a GPU
+    warned: bool = False
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        call = dict(zip(self.names, args, strict=False)) | kwargs
+        if any(call.get(name) is not None for name in (KEY, *CACHES)):
+            return
+        bounds, positions = call.get("cu_seq_lens_q"), call.get("position_ids")
+        if bounds is not None:
+            tokens = call.get("input_ids") if call.get("inputs_embeds") is None else None
+            tokens = call.get("inputs_embeds") if tokens is None else tokens
+            if tokens is not None and self._looks("cu_seq_lens_q", bounds):
+                _check_end(bounds, tokens.shape[1])
+        elif positions is not None and call.get("seq_idx") is None:
+            mixes = self._looks("position_ids", positions) and restarts(
+                positions, call.get("attention_mask")
+            )
+            if mixes and checks_contents():
+                raise Unsupported(RESTART)
+            if mixes and not self.warned:
+                log.warning(RESTART)
+                self.warned = True
+
+    def _looks(self, name: str, x: Tensor) -> bool:
+        """Returns whether to read `x`, an argument of this name."""
+        if x.is_cpu or checks_contents():
+            return True
+        if name in self.looked or (x.is_cuda and device.capturing()):
+            return False
+        self.looked.add(name)
+        return True
+
+
+def restarts(position_ids: Tensor, mask: Any) -> bool:
+    """Returns whether a token's position is less than that of the token before it in its row.
+
+    position_ids is [B, T], or [4, B, T], whose first axis is that of texts; of other shapes it is
+    False. Tokens that a mask [B, T] names are left out, because padding has any position.
+    """
+    rows = position_ids[0] if position_ids.dim() == 3 and len(position_ids) == 4 else position_ids
+    if rows.dim() != 2:
+        return False
+    less = rows[:, 1:] < rows[:, :-1]
+    if isinstance(mask, Tensor) and mask.shape[-1] == rows.shape[1] and mask.dim() == 2:
+        there = mask != 0
+        less = less & (there[:, 1:] & there[:, :-1]).to(less.device)
+    return bool(less.any())
+
+
+def _check_end(bounds: Tensor, tokens: int) -> None:
+    end = int(bounds[-1]) if len(bounds) else 0
+    if end != tokens:
+        got = f"cu_seq_lens_q that ends at token {end} in a row of {tokens} tokens"
+        fix = f"append {tokens}, which makes the padding a sequence, or cut the row"
+        raise ValueError(need(PACK, got, "bounds that end where the row ends", fix))
+
+
+def _decoder(model: nn.Module) -> nn.Module:
+    """Returns the module through which all calls of a model go."""
+    base = getattr(model, "base_model", model)
+    return base if isinstance(base, nn.Module) else model
+
+
+def watch(model: nn.Module) -> None:
+    """Installs the hook; once."""
+    module = _decoder(model)
+    if not any(isinstance(x, PackedCalls) for x in module._forward_pre_hooks.values()):
+        names = tuple(inspect.signature(module.forward).parameters)
+        module.register_forward_pre_hook(PackedCalls(names), with_kwargs=True)
+
+
+def forget(model: nn.Module) -> None:
+    """Removes the hook."""
+    module = _decoder(model)
+    hooks = module._forward_pre_hooks
+    for key in [key for key, hook in hooks.items() if isinstance(hook, PackedCalls)]:
+        del hooks[key]
+        module._forward_pre_hooks_with_kwargs.pop(key, None)
