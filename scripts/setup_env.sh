@@ -6,7 +6,8 @@
 #                                       .venv/bin/python -m benchmarks.sm90
 #
 # quickstart.sh, test.sh and device_check.sh source it: `root` is the checkout, `python` the
-# interpreter of .venv, and setup_env sets it up.
+# interpreter of .venv, and setup_env sets it up. `setup_env tested` and `setup_env newest` set up
+# .venv-libraries and .venv-newest, with the libraries of constraints/libraries.txt as well.
 #
 # A different Python:  rm -rf .venv; PYTHON=/path/to/python3.12 bash scripts/test.sh
 # pip's own settings (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS) are respected.
@@ -19,7 +20,13 @@ OLDEST_PYTHON="3.10"
 CPU_GIB=3   # free space for the environment with a CPU build of torch
 CUDA_GIB=12 # and with a CUDA build and its libraries
 
-setup_env() {
+setup_env() { # none, tested or newest: which libraries beside the package
+  libraries=${1:-none}
+  case $libraries in
+    tested) venv="$root/.venv-libraries" ;;
+    newest) venv="$root/.venv-newest" ;;
+  esac
+  python="$venv/bin/python"
   [ "$(uname -s)" = Linux ] || fail "this is $(uname -s)" "Linux" "use a Linux machine or a container"
   if driver_found; then has_driver=yes; else has_driver=no; fi
   local stamp="$venv/.set-up" inputs
@@ -32,7 +39,7 @@ setup_env() {
   if [ "$has_driver" = yes ]; then gib=$CUDA_GIB; else constraints+=(-c constraints/cpu.txt); fi
   make_venv "$gib"
   if [ "$has_driver" = yes ]; then remove_cpu_torch; fi
-  say "installing into .venv (NVIDIA driver: $has_driver); the first time takes minutes"
+  say "installing into ${venv##*/} (NVIDIA driver: $has_driver); the first time takes minutes"
   # editable installs from pyproject.toml came with pip 21.3; new virtual environments may have less
   if ! (cd "$root" && "$python" -m pip install "pip>=23" &&
     "$python" -m pip install "${constraints[@]}" -e ".[compile,bench,test,dev]"); then
@@ -40,17 +47,37 @@ setup_env() {
       "the packages and room for them" \
       "read pip's last lines above; behind a mirror set PIP_INDEX_URL; then run this again"
   fi
+  if [ "$libraries" != none ]; then setup_libraries "${constraints[@]}"; fi
   local versions
   versions=$("$python" -c 'if True:
     import torch, tilelang
     print(f"torch {torch.__version__}, tilelang {tilelang.__version__}")') ||
-    fail "torch or tilelang does not import" "both" "read the error above; rm -r .venv; run this again"
+    fail "torch or tilelang does not import" "both" "read the error above; rm -r $venv; run this again"
   echo "$inputs" >"$stamp"
-  say "done: $versions in .venv"
+  say "done: $versions in ${venv##*/}"
 }
 
-# Changes when .venv has to be brought up to date.
+# Constraints keep torch as it is; with `newest` transformers and the libraries have no pins. veRL
+# comes without what it requires: it pins transformers to older releases than TRL runs with.
+setup_libraries() { # constraints for pip
+  local list="$root/constraints/libraries.txt" wanted alone
+  wanted=$(grep -v "^#\|^verl" "$list")
+  alone=$(grep "^verl" "$list")
+  if [ "$libraries" = newest ]; then
+    shift 2 # -c constraints/tested.txt
+    wanted="transformers accelerate $(sed "s/==.*//" <<<"$wanted")"
+    alone=${alone%%==*}
+  fi
+  # shellcheck disable=SC2086
+  (cd "$root" && "$python" -m pip install --upgrade "$@" $wanted &&
+    "$python" -m pip install --upgrade --no-deps $alone) ||
+    fail "pip could not install constraints/libraries.txt" "the packages and room for them" \
+      "read pip's last lines above; then run this again"
+}
+
+# Changes when the environment has to be brought up to date; `newest` always does.
 environment_inputs() {
+  if [ "$libraries" = newest ]; then date; fi
   (cd "$root" && cat pyproject.toml constraints/*.txt scripts/setup_env.sh | sha256sum | cut -c1-16)
   echo "$root, driver: $has_driver"
 }
@@ -68,8 +95,8 @@ make_venv() { # GiB that must be free
       "on Debian or Ubuntu: sudo apt install python3-venv (or python3.X-venv)"
   free=$(free_gib "$root")
   [ "$free" -ge "$1" ] ||
-    fail "$free GiB free in $root" "$1 GiB for .venv" "free some space, or clone onto a larger disk"
-  say "creating .venv with $found"
+    fail "$free GiB free in $root" "$1 GiB for ${venv##*/}" "free some space, or clone onto a larger disk"
+  say "creating ${venv##*/} with $found"
   "$found" -m venv --clear "$venv" ||
     fail "$found could not create $venv" "a writable folder" "read the error above"
 }

@@ -2,12 +2,20 @@
 # Everything CI runs: lint, types, tests, the tables of the documents. Sets up .venv when needed.
 #
 #   bash scripts/test.sh
+#   bash scripts/test.sh --with-libraries  only the tests with TRL, veRL, FLA and transformers, in
+#                                          .venv-libraries: versions of constraints/libraries.txt
+#   bash scripts/test.sh --newest          the same with the newest releases, in .venv-newest
 #
 # Runs every step whatever came before it, ends with a table, and exits with 1 if a step failed.
 # A GPU is not used: scripts/device_check.sh is for machines that have one.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
-setup_env
+case "$*" in
+  "") setup_env ;;
+  --with-libraries) setup_env tested ;;
+  --newest) setup_env newest ;;
+  *) fail "test.sh $*" "--with-libraries, --newest or nothing" "leave the rest out" ;;
+esac
 cd "$root"
 
 workers=$(nproc)
@@ -29,6 +37,25 @@ step() { # name, command...
   table+=("$(printf '%-22s %-7s %4d s' "$name" "$result" $((SECONDS - started)))")
 }
 
+finish() { # exits
+  printf '\n'
+  printf '%s\n' "${table[@]}" "total $SECONDS s"
+  [ ${#notes[@]} = 0 ] || printf '%s\n' "${notes[@]}"
+  exit $failed
+}
+
+if [ $# -gt 0 ]; then
+  names="torch transformers accelerate trl verl fla-core peft tensordict"
+  # shellcheck disable=SC2086
+  notes+=("with $("$python" -m pip freeze | grep -E "^(${names// /|})==" | tr '\n' ' ')")
+  # without them their tests would skip themselves
+  step "imports" "$python" -W ignore -c "import trl, fla.ops.gated_delta_rule, \
+    verl.workers.engine.fsdp.transformer_impl, trl.experimental.async_grpo, peft"
+  step "pytest" "$python" -m pytest -q -m "libraries and not hopper" -n "$workers" \
+    --dist worksteal --durations=5 tests/host
+  finish
+fi
+
 # Their tests skip themselves; a line at the end keeps that from going unnoticed.
 missing=$("$python" -c 'from qla_kernels import jit; jit.nvcc()' 2>&1) ||
   notes+=("NOT RUN: the static tier. ${missing##*$'\n'}")
@@ -40,7 +67,4 @@ step "mypy" "$python" -m mypy
 step "pytest" "$python" -m pytest -q -m "not hopper" -n "$workers" --dist worksteal --durations=10
 step "performance tables" "$python" -m benchmarks.report --check
 
-printf '\n'
-printf '%s\n' "${table[@]}" "total $SECONDS s"
-[ ${#notes[@]} = 0 ] || printf '%s\n' "${notes[@]}"
-exit $failed
+finish

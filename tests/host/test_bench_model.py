@@ -17,6 +17,8 @@ from benchmarks.report import findings, models
 
 transformers = pytest.importorskip("transformers", minversion="5.15")
 
+pytestmark = pytest.mark.libraries
+
 CPU = torch.device("cpu")
 STEPS = [ModelStep(model, (70, 70), small=True) for model in (QWEN, OLMO)]
 WAYS = [rivals.Ours(), rivals.OursRule(), rivals.WithPyTorch()]

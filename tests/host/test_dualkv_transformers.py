@@ -18,6 +18,8 @@ from tests.compare import assert_close
 from tests.dualkv_inputs import qkv
 from tests.tiny_models import ENCODERS, KINDS, VOCABULARY, encoder, tiny
 
+pytestmark = pytest.mark.libraries
+
 CAUSAL = SimpleNamespace(is_causal=True)  # as an attention layer says it
 LAYOUT = SharedLayout.from_lengths([(5, [3, 4])])
 POSITIONS = torch.tensor([*range(5), *range(5, 8), *range(5, 9)])

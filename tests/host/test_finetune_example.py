@@ -6,6 +6,8 @@ import torch
 from examples import finetune_qwen3_5
 from qla_kernels.integrations import transformers as swapping
 
+pytestmark = pytest.mark.libraries
+
 
 @pytest.fixture(autouse=True)
 def _restored():

@@ -95,6 +95,7 @@ def test_names_order_and_defaults(ours, theirs):
     assert list(positional(ours).items()) == list(theirs.items())
 
 
+@pytest.mark.libraries
 def test_signature_equals_that_of_an_installed_fla():
     pytest.importorskip("fla.backends", exc_type=ImportError)  # 0.5.2 has no chunk_indices
     fla = pytest.importorskip("fla.ops.gated_delta_rule", exc_type=ImportError)

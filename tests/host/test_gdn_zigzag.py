@@ -116,6 +116,7 @@ def test_contexts_say_where_sequences_lie(at, world):
             assert found.pre_num_ranks is found.is_last_rank is None
 
 
+@pytest.mark.libraries
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_contexts_are_those_of_an_installed_fla(at, layout):
     theirs = pytest.importorskip("fla.ops.cp.context", exc_type=ImportError)

@@ -8,6 +8,8 @@ from examples import grpo_trl
 
 pytest.importorskip("trl")
 
+pytestmark = pytest.mark.libraries
+
 
 def steps(folder, capsys, *options):
     """The numbers of each step's line."""

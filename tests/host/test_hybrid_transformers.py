@@ -30,6 +30,8 @@ from tests.tiny_hybrids import (
     together,
 )
 
+pytestmark = pytest.mark.libraries
+
 # In fp64, of the largest. Layers' norms stay in fp32: equal for equal tokens, but the gradients of
 # their weights are sums over tokens.
 LOGPROBS, GRADIENTS = 1e-12, 2e-6

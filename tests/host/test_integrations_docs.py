@@ -20,6 +20,8 @@ from tests.tiny_hybrids import VOCABULARY, hybrid
 
 transformers = pytest.importorskip("transformers", minversion="5.15")
 
+pytestmark = pytest.mark.libraries
+
 KIND = "Qwen3.5"
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 

@@ -344,6 +344,7 @@ def test_a_release_without_backends(monkeypatch, missing, release):
         fla.register()
 
 
+@pytest.mark.libraries
 def test_with_an_installed_fla(monkeypatch):
     ops = pytest.importorskip("fla.ops.gated_delta_rule", exc_type=ImportError)
     monkeypatch.setenv("FLA_FLASH_QLA", "0")

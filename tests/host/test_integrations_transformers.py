@@ -23,6 +23,8 @@ from reference import gdn
 from tests.compare import relative_l2
 from tests.tiny_models import KINDS, step, tiny
 
+pytestmark = pytest.mark.libraries
+
 
 def torch_chunk_gated_delta_rule(
     query: Tensor,

@@ -21,6 +21,8 @@ from qla_kernels.sparse_ring import (
 )
 from qla_kernels.sparse_ring.groups import ALONE, RankRing
 
+pytestmark = pytest.mark.libraries
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

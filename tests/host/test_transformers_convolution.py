@@ -15,6 +15,8 @@ from qla_kernels.integrations import linear_layers, packed_calls
 from qla_kernels.integrations import transformers as swapping
 from tests.tiny_hybrids import DENSE, KINDS, VOCABULARY, hybrid
 
+pytestmark = pytest.mark.libraries
+
 
 @pytest.fixture
 def use():

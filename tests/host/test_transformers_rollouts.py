@@ -23,6 +23,8 @@ from tests.tiny_hybrids import KINDS, VOCABULARY, gradients, hybrid, packed
 
 pytest.importorskip("transformers")
 cache_utils = pytest.importorskip("transformers.cache_utils")
+
+pytestmark = pytest.mark.libraries
 HOLDS_POOLS = hasattr(getattr(cache_utils, "Cache", None), "activate_past_recording")
 cached = pytest.mark.skipif(not HOLDS_POOLS, reason="its caches hold no pools: refused")
 NEW = 15  # past the first chunk

@@ -17,6 +17,8 @@ from tests.trl_trainers import WORDS, model_of, tokenizer_of
 
 trl = pytest.importorskip("trl")
 
+pytestmark = pytest.mark.libraries
+
 
 @pytest.fixture
 def tokenizer() -> Any:

@@ -15,6 +15,8 @@ from qla_kernels.integrations.trl_async import forest, shared_prefix_async_train
 from tests.tiny_hybrids import VOCABULARY, assert_gradients, gradients
 from tests.trl_trainers import model_of, tokenizer_of
 
+pytestmark = pytest.mark.libraries
+
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch):

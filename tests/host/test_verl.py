@@ -226,6 +226,7 @@ def test_importing_the_module_that_the_option_names_patches(home, monkeypatch):
     assert raised.value.__suppress_context__  # the sentence has the cause
 
 
+@pytest.mark.libraries
 def test_an_installed_verl_imports_the_module_that_the_option_names(monkeypatch):
     pytest.importorskip("verl")
     config = importlib.import_module("verl.workers.config").HFModelConfig
@@ -318,6 +319,7 @@ def one_process(tmp_path):
     dist.destroy_process_group()
 
 
+@pytest.mark.libraries
 @pytest.mark.parametrize("name", ["Qwen3", "Qwen3Next"])
 def test_a_batch_of_an_installed_verl(name, tmp_path, one_process, monkeypatch):
     pytest.importorskip("verl")
