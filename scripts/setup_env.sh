@@ -31,7 +31,8 @@ setup_env() { # none, tested or newest: which libraries beside the package
   if driver_found; then has_driver=yes; else has_driver=no; fi
   local stamp="$venv/.set-up" inputs
   inputs=$(environment_inputs)
-  if [ -x "$python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$inputs" ]; then
+  if [ "$libraries" != newest ] && [ -x "$python" ] &&
+    [ "$(cat "$stamp" 2>/dev/null)" = "$inputs" ]; then
     return
   fi
   rm -f "$stamp"
@@ -75,9 +76,8 @@ setup_libraries() { # constraints for pip
       "read pip's last lines above; then run this again"
 }
 
-# Changes when the environment has to be brought up to date; `newest` always does.
+# Changes when the environment has to be brought up to date; that of `newest` always has to.
 environment_inputs() {
-  if [ "$libraries" = newest ]; then date; fi
   (cd "$root" && cat pyproject.toml constraints/*.txt scripts/setup_env.sh | sha256sum | cut -c1-16)
   echo "$root, driver: $has_driver"
 }

@@ -45,9 +45,8 @@ finish() { # exits
 }
 
 if [ $# -gt 0 ]; then
-  names="torch transformers accelerate trl verl fla-core peft tensordict"
-  # shellcheck disable=SC2086
-  notes+=("with $("$python" -m pip freeze | grep -E "^(${names// /|})==" | tr '\n' ' ')")
+  names="torch|transformers|accelerate|trl|verl|fla-core|peft|tensordict"
+  notes+=("with $("$python" -m pip freeze | grep -E "^($names)==" | tr '\n' ' ' || :)")
   # without them their tests would skip themselves
   step "imports" "$python" -W ignore -c "import trl, fla.ops.gated_delta_rule, \
     verl.workers.engine.fsdp.transformer_impl, trl.experimental.async_grpo, peft"

@@ -13,8 +13,8 @@ from tests.limits import HANG
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ("quickstart.sh", "test.sh")
-TOOLS = ("awk", "cat", "cp", "cut", "df", "dirname", "head", "mkdir", "nproc", "rm")
-TOOLS += ("sha256sum", "sort", "uname")
+TOOLS = ("awk", "cat", "cp", "cut", "df", "dirname", "grep", "head", "mkdir", "nproc", "rm")
+TOOLS += ("sed", "sha256sum", "sort", "tr", "uname")
 
 # Answers the questions that the set-up asks of an interpreter; LOG gets what it was made to run.
 PYTHON = """#!/bin/sh
@@ -22,7 +22,7 @@ echo "$0 $*" >> "$LOG"
 case "$*" in
   *version_info*) echo {version} ;;
   *"import venv"*) exit {venv} ;;
-  "-m venv"*) mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
+  "-m venv"*) mkdir -p "$4/bin"; cp "$0" "$4/bin/python" ;;
   "-m pip install pip>=23") ;;
   "-m pip install"*) exit {pip} ;;
   *) ;;
@@ -166,6 +166,24 @@ def test_the_second_run_installs_nothing(machine):
         project.write("# something else\n")
     machine.run("quickstart.sh")
     assert machine.ran("-c constraints/cpu.txt") == 2
+
+
+def test_libraries_have_an_environment_of_their_own(machine):
+    machine.python()
+    for times in (1, 2):
+        assert machine.run("test.sh --with-libraries").returncode == 0
+        assert machine.ran("-m pytest -q -m libraries and not hopper") == times
+    assert machine.ran(f"-m venv --clear {machine.root}/.venv-libraries") == 1
+    pins = "-m pip install --upgrade -c constraints/tested.txt -c constraints/cpu.txt trl=="
+    assert machine.ran(pins) == machine.ran("-m pip install --upgrade --no-deps verl==") == 1
+    for times in (1, 2):  # there may be newer ones
+        assert machine.run("test.sh --newest").returncode == 0
+        newest = "-m pip install --upgrade -c constraints/cpu.txt transformers accelerate trl peft "
+        assert machine.ran(newest) == times
+    assert machine.ran(f"-m venv --clear {machine.root}/.venv-newest") == 1
+    assert machine.ran("--no-deps verl\n") == 2
+    assert machine.ran("ruff") == 0
+    assert "test.sh --new; need --with-libraries, --newest" in machine.run("test.sh --new").stderr
 
 
 RIVALS = "-c constraints/tested.txt -r constraints/rivals.txt"
