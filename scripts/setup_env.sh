@@ -59,19 +59,23 @@ setup_env() { # none, tested or newest: which libraries beside the package
 }
 
 # Constraints keep torch as it is; with `newest` transformers and the libraries have no pins. veRL
-# comes without what it requires: it pins transformers to older releases than TRL runs with.
+# comes without what it requires: it pins transformers to older releases than TRL runs with. FLA
+# lies in a folder of its own, or transformers would run its kernels, which need a GPU.
 setup_libraries() { # constraints for pip
-  local list="$root/constraints/libraries.txt" wanted alone
-  wanted=$(grep -v "^#\|^verl" "$list")
-  alone=$(grep "^verl" "$list")
+  local list="$root/constraints/libraries.txt" wanted verl fla
+  wanted=$(grep -v "^#" "$list")
   if [ "$libraries" = newest ]; then
     shift 2 # -c constraints/tested.txt
     wanted="transformers accelerate $(sed "s/==.*//" <<<"$wanted")"
-    alone=${alone%%==*}
   fi
+  wanted=$(tr " " "\n" <<<"$wanted")
+  verl=$(grep "^verl" <<<"$wanted")
+  fla=$(grep "^fla-core\|^triton" <<<"$wanted")
+  wanted=$(grep -v "^verl\|^fla-core\|^triton" <<<"$wanted")
   # shellcheck disable=SC2086
   (cd "$root" && "$python" -m pip install --upgrade "$@" $wanted &&
-    "$python" -m pip install --upgrade --no-deps $alone) ||
+    "$python" -m pip install --upgrade --no-deps $verl &&
+    "$python" -m pip install --upgrade --no-deps --target "$venv/fla" $fla) ||
     fail "pip could not install constraints/libraries.txt" "the packages and room for them" \
       "read pip's last lines above; then run this again"
 }

@@ -45,13 +45,17 @@ finish() { # exits
 }
 
 if [ $# -gt 0 ]; then
-  names="torch|transformers|accelerate|trl|verl|fla-core|peft|tensordict"
+  names="torch|transformers|accelerate|trl|verl|peft|tensordict"
   notes+=("with $("$python" -m pip freeze | grep -E "^($names)==" | tr '\n' ' ' || :)")
+  fla=(env PYTHONPATH="$venv/fla" "$python" -W ignore)
   # without them their tests would skip themselves
-  step "imports" "$python" -W ignore -c "import trl, fla.ops.gated_delta_rule, \
-    verl.workers.engine.fsdp.transformer_impl, trl.experimental.async_grpo, peft"
+  step "imports" "$python" -W ignore -c "import trl.experimental.async_grpo, peft, \
+    verl.workers.engine.fsdp.transformer_impl"
+  step "imports of FLA" "${fla[@]}" -c "import fla.ops.gated_delta_rule, fla.backends"
   step "pytest" "$python" -m pytest -q -m "libraries and not hopper" -n "$workers" \
     --dist worksteal --durations=5 tests/host
+  step "pytest with FLA" "${fla[@]}" -m pytest -q -m libraries \
+    tests/host/test_integrations_fla.py tests/host/test_gdn_zigzag.py tests/host/test_gdn_api.py
   finish
 fi
 

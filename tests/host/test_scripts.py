@@ -13,7 +13,7 @@ from tests.limits import HANG
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ("quickstart.sh", "test.sh")
-TOOLS = ("awk", "cat", "cp", "cut", "df", "dirname", "grep", "head", "mkdir", "nproc", "rm")
+TOOLS = ("awk", "cat", "cp", "cut", "df", "dirname", "env", "grep", "head", "mkdir", "nproc", "rm")
 TOOLS += ("sed", "sha256sum", "sort", "tr", "uname")
 
 # Answers the questions that the set-up asks of an interpreter; LOG gets what it was made to run.
@@ -176,6 +176,8 @@ def test_libraries_have_an_environment_of_their_own(machine):
     assert machine.ran(f"-m venv --clear {machine.root}/.venv-libraries") == 1
     pins = "-m pip install --upgrade -c constraints/tested.txt -c constraints/cpu.txt trl=="
     assert machine.ran(pins) == machine.ran("-m pip install --upgrade --no-deps verl==") == 1
+    alone = f"--no-deps --target {machine.root}/.venv-libraries/fla fla-core=="
+    assert machine.ran(alone) == 1
     for times in (1, 2):  # there may be newer ones
         assert machine.run("test.sh --newest").returncode == 0
         newest = "-m pip install --upgrade -c constraints/cpu.txt transformers accelerate trl peft "
