@@ -1,22 +1,36 @@
-"""The Python snippets of the README and of pages of docs/, executed by tests."""
+"""The Python blocks of README.md and of the pages of docs/.
+
+A block that a CPU cannot run has a line `<!-- not run: REASON -->` above its fence.
+"""
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
+BLOCK = re.compile(
+    r"^(?:<!-- not run: (?P<why>.+?) -->\n+)?```python\n(?P<code>.*?)^```$", re.M | re.S
+)
+
+
+class Block(NamedTuple):
+    code: str
+    why_not: str | None  # None: the block runs on a CPU
+
+
+def blocks(document: str) -> list[Block]:
+    text = (ROOT / document).read_text()
+    return [Block(match["code"], match["why"]) for match in BLOCK.finditer(text)]
 
 
 def snippets(document: str = "README.md") -> list[str]:
-    found = re.findall(r"^```python\n(.*?)^```$", (ROOT / document).read_text(), re.M | re.S)
-    if not found:
-        raise AssertionError(f"{document} has no python snippet; the pattern or the page is wrong")
-    return found
+    """The blocks of a page that a CPU runs."""
+    return [block.code for block in blocks(document) if block.why_not is None]
 
 
-def names_in(document: str) -> dict[str, Any]:
-    """What its code defines, all of it run from top to bottom."""
-    names: dict[str, Any] = {}
-    for block in snippets(document):
-        exec(compile(block, document, "exec"), names)
+def run(document: str) -> dict[str, Any]:
+    """Runs the blocks of a page from top to bottom; returns the names that they define."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for code in snippets(document):
+        exec(compile(code, document, "exec"), names)
     return names

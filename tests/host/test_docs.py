@@ -1,162 +1,263 @@
-"""Pages for users: every link leads somewhere, every picture is described, nothing is left out."""
+"""README.md, CONTRIBUTING.md, docs/: links resolve, code runs, commands parse, size is bounded."""
 
-import inspect
+import ast
+import contextlib
+import functools
+import importlib
+import io
 import re
-from pathlib import Path
+import runpy
+import shlex
+import sys
+from collections import Counter
+from typing import NamedTuple
 
 import pytest
-import torch
 
-from qla_kernels.gdn import refusal
-from qla_kernels.integrations import engines
+from tests.readme import ROOT, blocks, run
 
-ROOT = Path(__file__).resolve().parents[2]
-DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted((DOCS / "records").glob("*.md"))]
-
-
-def named(pages):
-    return pytest.mark.parametrize("page", pages, ids=lambda p: p.relative_to(ROOT).as_posix())
-
-
-def anchors(page: Path) -> set[str]:
-    """Those that GitHub makes of headings."""
-    found = set()
-    for heading in re.findall(r"^#+ (.+)$", page.read_text(), re.M):
-        words = re.sub(r"[^\w\- ]", "", heading.lower().strip())
-        found.add(words.replace(" ", "-"))
-    return found
+PAGES = ["README.md", "CONTRIBUTING.md"]
+PAGES += sorted(f"docs/{file.name}" for file in (ROOT / "docs").glob("*.md"))
+OURS = ("qla_kernels", "benchmarks", "tests", "examples", "scripts")  # what holds programs
+EVERY_PAGE = sorted(
+    file.relative_to(ROOT).as_posix()
+    for file in (
+        *ROOT.glob("*.md"),
+        *(f for d in ("docs", *OURS) for f in (ROOT / d).rglob("*.md")),
+    )
+)
 
 
-INSIDE = [ROOT / "CONTRIBUTING.md", ROOT / "qla_kernels" / "emulator" / "README.md"]
+def read(page: str) -> str:
+    return (ROOT / page).read_text()
 
 
-@named([*PAGES, *INSIDE, *sorted((DOCS / "notes").glob("*.md"))])
-def test_every_link_leads_somewhere(page):
-    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if target.startswith("http"):
-            continue
-        name, _, anchor = target.partition("#")
-        file = (page.parent / name).resolve() if name else page
+# Size.
+
+
+def test_the_readme_is_short():
+    text = read("README.md")
+    assert len(text.splitlines()) <= 120
+    assert len(text.encode()) <= 7 * 1024
+
+
+def test_the_documentation_is_read_in_an_evening():
+    pages = [file.read_text() for file in (ROOT / "docs").rglob("*.md")]
+    assert sum(len(text.split()) for text in pages) <= 45_000
+    assert sum(len(text.splitlines()) for text in pages) <= 4_500
+
+
+# Links.
+
+
+FENCED = re.compile(r"^ *```(\w*).*?\n(.*?)^ *```$", re.M | re.S)
+
+
+def without_code(text: str) -> str:
+    return FENCED.sub("", text)
+
+
+def anchors(text: str) -> set[str]:
+    """Returns the anchors that GitHub makes from headings, and those that are written as HTML."""
+    headings = re.findall(r"^#+ (.+?) *$", without_code(text), re.M)
+    names = [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading) for heading in headings]
+    names = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in names]
+    repeated = {f"{x}-{n}" for x, count in Counter(names).items() for n in range(1, count)}
+    return {*names, *repeated, *re.findall(r"<a (?:name|id)=\"(.*?)\"", text)}
+
+
+def links(text: str) -> list[str]:
+    """Returns the targets of Markdown and HTML links and pictures, other sites left out."""
+    text = re.sub(r"`[^`\n]*`", "", without_code(text))
+    targets = re.findall(r"\]\(<?([^)\s>]+)>?(?: \".*?\")?\)", text)
+    targets += re.findall(r"^\[[^\]]+\]: (\S+)", text, re.M)
+    targets += re.findall(r"\b(?:src|srcset|href)=\"([^\"]+)\"", text)
+    return [target for target in targets if not re.match(r"https?:|mailto:", target)]
+
+
+@pytest.mark.parametrize("page", EVERY_PAGE)
+def test_links_resolve(page):
+    for target in links(read(page)):
+        path, _, anchor = target.partition("#")
+        file = (ROOT / page).parent / path if path else ROOT / page
         assert file.exists(), target
         if anchor and file.suffix == ".md":
-            assert anchor in anchors(file), target
+            assert anchor in anchors(file.read_text()), target
 
 
-@named(PAGES)
-def test_every_picture_is_described(page):
-    """An alternative text is a sentence, no file name."""
-    for said in re.findall(r"!\[(.*?)\]\(", page.read_text()):
-        assert len(said.split()) >= 6, said
+def test_headings_become_anchors():
+    text = "# A page\n## Equal, and not\n### `swap(model)` of [x](y.md)\n## A page\n"
+    text += "```bash\n# a comment\n```\n"
+    assert anchors(text) == {"a-page", "equal-and-not", "swapmodel-of-x", "a-page-1"}
 
 
-def test_headings_become_anchors(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("# A page\n## What is equal, and what is not\n### `swap(model)`\n")
-    assert anchors(page) == {"a-page", "what-is-equal-and-what-is-not", "swapmodel"}
-
-
-def test_pictures_follow_the_reader_s_light_or_dark_page():
-    for file in (DOCS / "figures").glob("*.svg"):
-        assert "prefers-color-scheme: dark" in file.read_text(), file.name
-
-
-def test_the_index_has_every_page():
-    index = (DOCS / "README.md").read_text()
-    for page in DOCS.glob("*.md"):
-        assert page.name == "README.md" or f"({page.name})" in index, page.name
-    for example in (ROOT / "examples").glob("*.py"):
-        assert f"(../examples/{example.name})" in index, example.name
-
-
-FAQ = (DOCS / "faq.md").read_text()
-MESSAGES = re.findall(r"^\| `([^`|]+)` \|", FAQ.split("## Messages")[1], re.M)
-
-
-def bf16(K=128, dtype=torch.bfloat16):
-    return torch.zeros(1, 64, 2, K, dtype=dtype)
-
-
-def refusals() -> dict[str, str | None]:
-    """By what a message of the FAQ begins with: what the package says."""
-    odd = torch.zeros(1, 64, 1, 128, dtype=torch.bfloat16).expand(1, 64, 2, 128)
-    x, wide, single = bf16(), bf16(192), bf16(dtype=torch.float32)
-    return {
-        "device capability": refusal(x, x, x, capability=(8, 0)),
-        "head dimension": refusal(wide, wide, x, capability=(9, 0)),
-        "q, k and v are": refusal(single, single, single, capability=(9, 0)),
-        "need a last stride": refusal(odd, x, x, capability=(9, 0)),
-    }
-
-
-@pytest.mark.parametrize("message", MESSAGES)
-def test_the_faq_quotes_messages_as_they_are(message):
-    """Parts around an ellipsis stand in a refusal, or in a text of the sources."""
-    for start, said in refusals().items():
-        if message.startswith(start):
-            assert message in said
-            return
-    files = [f for f in (ROOT / "qla_kernels").rglob("*") if f.suffix in (".py", ".c")]
-    sources = "".join(file.read_text() for file in files)
-    for part in re.split(r" ?\.\.,? ?|; need | \(| by |: | 0\.33\.0", message):
-        assert part.strip("()") in sources, part
-    assert len(MESSAGES) > 12
-
-
-def test_gains_of_the_serving_page_are_those_of_the_record():
-    """Times and ratios of 16/32 heads on one GPU, and what they make in all layers."""
-    page = (DOCS / "serving.md").read_text()
-    (layers,) = re.findall(r"Qwen3-Next has (\d+), on one H100 16/32 heads", page)
-    table = page.split("vLLM / ours | 36 layers |")[1].split("\n\n")[0]
-    rows = re.findall(
-        r"^\| ([^|]*?) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) ms (less|more) \|$", table, re.M
+def test_links_of_every_form_are_seen():
+    text = (
+        '[a](b.md#c) `[no](no.md)` ![x](d.svg "title") <img src="e.svg"> [f](https://g)\n[h]: i\n'
     )
-    shared = (DOCS / "performance.md").read_text().split("| heads of the layer |")[1]
-    (line,) = re.findall(r"^\| 16/32 +\| +1 \|.*$", shared, re.M)
-    cells = [cell.strip(" ▼") for cell in line.split("|")[4:-1]]
-    record = (DOCS / "records" / "gdn.md").read_text()
-    kept = record.split("\n## Serving: prefill with checkpoints\n")[1].split("\n## ")[0]
-    (kept,) = re.findall(r"^\| 16/32 \| 2048x8 +\|(.*)$", kept, re.M)
-    ours, theirs = (cell.split(" / ")[0].strip() for cell in kept.split("|")[:2])
-    checkpoints = ours, f"{float(theirs) / float(ours):.2f}"
-    want = [tuple(cells[:2]), checkpoints, tuple(cells[3:5]), tuple(cells[7:9])]
-    assert [row[1:3] for row in rows] == want
-    for what, ms, ratio, total, sign in rows:
-        gain = float(ms) * (float(ratio) - 1) * int(layers)
-        assert float(total) == pytest.approx(abs(gain), abs=0.06), what
-        assert (gain > 0) == (sign == "less"), what
+    assert links(text) == ["b.md#c", "d.svg", "i", "e.svg"]
 
 
-def test_the_serving_page_names_ratios_in_one_place():
-    """Repeated elsewhere, means of other shapes read as contradictions."""
-    page = (DOCS / "serving.md").read_text()
-    others = re.sub(r"\*\*How much\?\*\*.*?\n\n[^|]", "", page, flags=re.S)
-    assert not re.findall(r"\b\d\.\d\d? x\b|\b\d+ %", others)
+# Python blocks.
 
 
-LINES = re.findall(r"^\[qla_kernels\] (.*)$", (DOCS / "serving.md").read_text(), re.M)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
+def test_code_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run(page)
 
 
-@pytest.mark.parametrize("line", LINES)
-def test_the_serving_page_quotes_the_lines_of_the_log(line):
-    """Their parts stand in the plug-ins; a format has %s in place of what differs."""
-    engine, _, said = line.partition(": ")
-    module = ROOT / "qla_kernels" / "integrations" / f"{engine.lower()}.py"
-    source = module.read_text()
-    if first := re.fullmatch(r"the first (.*) went to qla_kernels, on cuda:0", said):
-        assert f'say_ran("{engine}", "{first[1]}", ' in source
-        assert "%s: the first %s went to qla_kernels, on %s" in inspect.getsource(engines)
-        return
-    formats = re.findall(r"log\.info\(\"(.*?)\"", source)
-    (found,) = [x for x in formats if "runs on qla_kernels" in x]
-    assert re.fullmatch(re.escape(found).replace("%s", "(.*)"), line)
-    for part in said.split("qla_kernels: ")[1].split(", "):
-        assert part in source
+def unresolved(code: str) -> list[str]:
+    """Returns the names of this repository that a block imports and that do not exist."""
+    imports = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom)]
+    missing = []
+    for node in imports:
+        if node.module.partition(".")[0] in OURS:
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                if not hasattr(module, alias.name):
+                    with contextlib.suppress(ModuleNotFoundError):
+                        importlib.import_module(f"{node.module}.{alias.name}")
+                        continue
+                    missing.append(f"{node.module}.{alias.name}")
+    return missing
 
 
-def test_the_serving_page_quotes_a_line_of_each_kind():
-    assert len([line for line in LINES if "runs on" in line]) == 2
-    first = [line for line in LINES if "the first" in line]
-    kinds = {kind for line in first for kind in re.findall(r"first (.*) went", line)}
-    assert kinds == {"prefill", "decode", "verification of drafts"}
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
+def test_code_that_does_not_run_here_imports_what_exists(page):
+    for block in blocks(page):
+        if block.why_not is not None:
+            assert unresolved(block.code) == []
+
+
+def test_a_missing_name_is_seen():
+    code = "from qla_kernels import pack_padded, no_such_name\nfrom qla_kernels.gdn import refusal"
+    assert unresolved(code) == ["qla_kernels.no_such_name"]
+
+
+# Commands.
+
+
+class Command(NamedTuple):
+    """A program of this repository, and the words after it."""
+
+    kind: str  # module, file, shell
+    target: str
+    words: list[str]
+
+
+STARTERS = r"(?:python3?|torchrun|pytest|bash|qla-kernels|compute-sanitizer|timeout|\.venv/bin/\w+)"
+START = re.compile(rf"(?:[A-Z_]+=\S+ )*{STARTERS} ")
+SHELL = ("", "bash", "sh", "shell", "console", "dockerfile")
+
+
+def lines_of(text: str) -> list[str]:
+    """Returns the lines of shell blocks, and code in sentences that begins as a command does."""
+    shell = "".join(block for language, block in FENCED.findall(text) if language in SHELL)
+    spans = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", without_code(text))]
+    return [*shell.replace("\\\n", " ").splitlines(), *filter(START.match, spans)]
+
+
+def words_of(line: str) -> list[str]:
+    """Splits a line, without a prompt and a comment; a line that is no shell has no words."""
+    try:
+        return shlex.split(line.strip().removeprefix("$ "), comments=True)
+    except ValueError:
+        return []
+
+
+def command_of(line: str) -> Command | None:
+    """Returns the program of this repository that a line starts, if it starts one."""
+    words = words_of(line)
+    ends = [i for i, word in enumerate(words) if word in ("&&", "||", "|", ";", ">", ">>", "2>&1")]
+    words = words[: ends[0]] if ends else words
+    for i, word in enumerate(words):
+        program, rest = word.rpartition("/")[2], words[i + 1 :]
+        if program == "qla-kernels":
+            return Command("module", "qla_kernels", rest)
+        if program == "pytest":
+            return Command("pytest", program, rest)
+        if word == "-m" and rest and rest[0].partition(".")[0] in (*OURS, "pytest"):
+            kind = "pytest" if rest[0] == "pytest" else "module"
+            return Command(kind, rest[0], rest[1:])
+        if word.partition("/")[0] in OURS and word.endswith((".py", ".sh")):
+            return Command("shell" if word.endswith(".sh") else "file", word, rest)
+    return None
+
+
+def exists(command: Command) -> bool:
+    if command.kind == "pytest":
+        paths = [word.partition("::")[0] for word in command.words if word.startswith("tests/")]
+        return all((ROOT / path).exists() for path in paths)
+    if command.kind != "module":
+        return (ROOT / command.target).exists()
+    path = ROOT / command.target.replace(".", "/")
+    return path.with_suffix(".py").exists() or (path / "__main__.py").exists()
+
+
+@functools.cache
+def usage(kind: str, target: str, *subcommand: str) -> str:
+    """Returns what a program prints for --help."""
+    if kind == "shell":
+        return read(target)
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(sys, "argv", [target, *subcommand, "--help"])
+        patch.syspath_prepend((ROOT / target).parent)  # as for `python FILE`
+        start = runpy.run_module if kind == "module" else runpy.run_path
+        with pytest.raises(SystemExit) as end:
+            start(target if kind == "module" else str(ROOT / target), run_name="__main__")
+    assert end.value.code in (0, None), f"{target} {' '.join(subcommand)} --help fails"
+    return printed.getvalue()
+
+
+def faults(command: Command) -> list[str]:
+    """Returns what is wrong with a command: its program, its subcommand, its options."""
+    if not exists(command):
+        return [f"no {command.target}"]
+    options = [word.partition("=")[0] for word in command.words if re.match(r"--?[a-z]", word)]
+    options = [option for option in options if option not in ("-h", "--help")]
+    if command.kind == "pytest" or command.target == "qla_kernels.integrations.fla":
+        return []  # the words belong to another program
+    program, subcommand = (command.kind, command.target), command.words[:1]
+    if command.target != "qla_kernels" or not re.fullmatch(r"[a-z]+", "".join(subcommand)):
+        subcommand = []
+    elif not re.search(rf"\b{subcommand[0]}\b", usage(*program)):
+        return [f"no subcommand {subcommand[0]} of {command.target}"]
+    text = usage(*program, *subcommand) if options or subcommand else ""
+    missing = [x for x in options if not re.search(rf"(?<![\w-]){x}\b", text)]
+    return [f"{command.target} has no {option}" for option in missing]
+
+
+@pytest.mark.parametrize("page", EVERY_PAGE)
+def test_commands_parse(page):
+    commands = filter(None, map(command_of, lines_of(read(page))))
+    assert [fault for command in commands for fault in faults(command)] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("python -m qla_kernels.no_such_module", "no qla_kernels.no_such_module"),
+        (
+            "QLA_LOG=info .venv/bin/python -m benchmarks.sm90 gdn --haeds 1/2",
+            "benchmarks.sm90 has no --haeds",
+        ),
+        ("torchrun --nproc-per-node 2 examples/no_such_file.py --x", "no examples/no_such_file.py"),
+        ("$ bash scripts/setup_env.sh --rival", "scripts/setup_env.sh has no --rival"),
+        ("python -m qla_kernels frobnicate", "no subcommand frobnicate of qla_kernels"),
+        ("timeout 300 python -m pytest tests/no_such_tier", "no pytest"),
+        ("python -m benchmarks.sm90 gdn --quick > table  # --later", None),
+        ("python train.py --anything", None),
+        ("it's no shell", None),
+    ],
+)
+def test_wrong_commands_are_seen(line, fault):
+    command = command_of(line)
+    assert (faults(command) if command else []) == ([fault] if fault else [])
+
+
+def test_commands_are_taken_from_blocks_and_sentences():
+    text = "```python\n```\nRun `python -m a.b c`.\n"
+    text += "```bash\npython x.py \\\n  --y\n```\nNot `python`.\n"
+    assert lines_of(text) == ["python x.py    --y", "python -m a.b c"]
