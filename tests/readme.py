@@ -1,31 +1,18 @@
-"""The Python blocks of README.md and of the pages of docs/.
+"""The code of README.md and of the pages of docs/.
 
-A block that a CPU cannot run has a line `<!-- not run: REASON -->` above its fence.
+A ```` ```python ```` block runs on a CPU; a ```` ```py ```` block is an excerpt that only compiles.
 """
 
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-BLOCK = re.compile(
-    r"^(?:<!-- not run: (?P<why>.+?) -->\n+)?```python\n(?P<code>.*?)^```$", re.M | re.S
-)
 
 
-class Block(NamedTuple):
-    code: str
-    why_not: str | None  # None: the block runs on a CPU
-
-
-def blocks(document: str) -> list[Block]:
-    text = (ROOT / document).read_text()
-    return [Block(match["code"], match["why"]) for match in BLOCK.finditer(text)]
-
-
-def snippets(document: str = "README.md") -> list[str]:
-    """The blocks of a page that a CPU runs."""
-    return [block.code for block in blocks(document) if block.why_not is None]
+def snippets(document: str = "README.md", language: str = "python") -> list[str]:
+    pattern = rf"^```{language}\n(.*?)^```$"
+    return re.findall(pattern, (ROOT / document).read_text(), re.M | re.S)
 
 
 def run(document: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The kernels of docs/your-own-kernel.md on a GPU: the cases that the emulator runs."""
+"""The kernels of examples/ on a GPU: the cases that the emulator runs."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The kernel of docs/your-own-kernel.md, and the mistakes that the page says are found."""
+"""The kernels of examples/, and the mistakes that the emulator finds in them."""
 
 import re
 import runpy

@@ -27,7 +27,6 @@ from tests.conv_inputs import (
 )
 from tests.dualkv_inputs import Forest, forest
 from tests.limits import HANG
-from tests.readme import names_in
 
 EXACT = 1e-12
 
@@ -350,12 +349,6 @@ def test_repeats_bit_for_bit():
     leaves, layout = tensors(len(packed.tout), dtype=torch.float32), layout_of(packed)
     runs = [gradients(shared_prefix_conv1d(*leaves, layout, "silu"), leaves) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-
-
-def test_the_code_of_the_page_runs():
-    found = names_in("docs/conv.md")
-    assert found["y"].shape == (300, 64)
-    assert found["x"].grad is not None
 
 
 def test_operators_are_named():

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.readme import ROOT, blocks, run
+from tests.readme import ROOT, run, snippets
 
 PAGES = ["README.md", "CONTRIBUTING.md"]
 PAGES += sorted(f"docs/{file.name}" for file in (ROOT / "docs").glob("*.md"))
@@ -101,7 +101,7 @@ def test_links_of_every_form_are_seen():
 # Python blocks.
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
+@pytest.mark.parametrize("page", [page for page in PAGES if snippets(page)])
 def test_code_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run(page)
@@ -123,11 +123,11 @@ def unresolved(code: str) -> list[str]:
     return missing
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
-def test_code_that_does_not_run_here_imports_what_exists(page):
-    for block in blocks(page):
-        if block.why_not is not None:
-            assert unresolved(block.code) == []
+@pytest.mark.parametrize("page", [page for page in PAGES if snippets(page, "py")])
+def test_excerpts_compile_and_import_what_exists(page):
+    for code in snippets(page, "py"):
+        compile(code, page, "exec")
+        assert unresolved(code) == []
 
 
 def test_a_missing_name_is_seen():
@@ -229,7 +229,8 @@ def faults(command: Command) -> list[str]:
     return [f"{command.target} has no {option}" for option in missing]
 
 
-@pytest.mark.parametrize("page", EVERY_PAGE)
+@pytest.mark.filterwarnings("ignore:.* found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize("page", [page for page in EVERY_PAGE if page != "CHANGELOG.md"])
 def test_commands_parse(page):
     commands = filter(None, map(command_of, lines_of(read(page))))
     assert [fault for command in commands for fault in faults(command)] == []

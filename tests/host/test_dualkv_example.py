@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from examples import dualkv_grpo
-from qla_kernels import pack_shared_prompts
+from qla_kernels import pack_padded, pack_shared_prompts
 from qla_kernels.integrations import transformers as swapping
 from reference import dualkv
 from tests.compare import assert_close
@@ -90,6 +90,26 @@ def test_log_probabilities_of_a_model(lengths):
         got = batch.to_padded(batch.gather_logprobs(logits))
         want = dualkv_grpo.whole_sequences(model, prompts, responses)
         assert_close("log-probabilities", got, want, 1e-6)
+
+
+def test_log_probabilities_of_padded_rows():
+    """Shuffled rows of a trainer, padded on both sides."""
+    model = dualkv_grpo.Qwen3()
+    data = dualkv_grpo.sample(model)
+    whole = dualkv_grpo.whole_sequences(model, data.prompts, data.responses)
+    pairs = [(p, r) for p, rs in zip(data.prompts, data.responses, strict=True) for r in rs]
+    rows, width = torch.randperm(len(pairs)), data.mask.shape[1]
+    prompt_width = max(map(len, data.prompts))
+    ids = torch.zeros(len(rows), prompt_width + width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, i in enumerate(rows.tolist()):
+        prompt, response = pairs[i]
+        span = slice(prompt_width - len(prompt), prompt_width + len(response))
+        ids[row, span], mask[row, span] = torch.cat([prompt, response]), 1
+    batch = pack_padded(ids, mask, prompt_width)
+    logits = model(batch.input_ids, batch.position_ids, batch.src_rows, batch.layout)
+    got = batch.to_padded(batch.gather_logprobs(logits), width)
+    assert_close("log-probabilities", got.detach(), whole[rows].detach(), 1e-6)
 
 
 def test_a_rank_without_work_can_keep_the_others_company():

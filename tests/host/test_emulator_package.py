@@ -1,6 +1,5 @@
 """The emulator as a part of the package: what it says where something is missing."""
 
-import re
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -148,10 +147,3 @@ def test_what_is_compiled_is_kept_in_the_checkout_or_in_the_user_s_cache(tmp_pat
     assert cache.folder() == Path("/caches/qla_kernels/emulator")
     monkeypatch.setenv("EMU_CACHE", "/chosen")
     assert cache.folder() == Path("/chosen")
-
-
-def test_its_page_lists_its_files():
-    here = Path(cache.__file__).parent
-    table = (here / "README.md").read_text().split("## How it works\n\n")[1].split("\n\n")[0]
-    files = {file.name for file in here.glob("*.py")} - {"__init__.py"}
-    assert {*re.findall(r"`(\w+\.py)`", table)} == files

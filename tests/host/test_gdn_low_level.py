@@ -87,3 +87,26 @@ def test_low_level_results_carry_no_graph():
         warnings.simplefilter("error")
         done = chunk_gated_delta_rule_fwd(*low_level(x))
     assert not any(r.requires_grad for r in done if r is not None)
+
+
+def results(q, k, v, g, beta, do, h0):
+    """Returns the results of both directions, in the order of the kernels."""
+    g_cum, A, o, h, ht, _ = chunk_gated_delta_rule_fwd(
+        q, k, v, g, beta, initial_state=h0, output_h=True
+    )
+    grads = chunk_gated_delta_rule_bwd(q, k, v, g_cum, beta, A, do, initial_state=h0)
+    names = ("g_cum", "A", "o", "ht", "h", "dq", "dk", "dv", "dbeta", "dg", "dh0")
+    return dict(zip(names, (g_cum, A, o, ht, h, *grads), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changed", "first"), [("g", "g_cum"), ("k", "A"), ("v", "o"), ("h0", "o"), ("do", "dq")]
+)
+def test_a_result_depends_on_those_before_it(changed, first):
+    """So the first wrong result is that of the wrong kernel."""
+    x = call(batch=1, tokens=70)
+    h0 = x["initial_state"]
+    inputs = {name: x[name] for name in ("q", "k", "v", "g", "beta")} | {"do": x["v"], "h0": h0}
+    want = results(**inputs)
+    got = results(**inputs | {changed: inputs[changed] / 2})
+    assert next(name for name in want if not torch.equal(want[name], got[name])) == first

@@ -9,12 +9,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from qla_kernels import device, jit
+from qla_kernels import chunk_gated_delta_rule, device, jit
 from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
 from qla_kernels.gdn.launch import backward
 from qla_kernels.gdn.tree import launch as tree_launch
 from qla_kernels.gdn.tree.ops import IncomingTree, SavedTree
 from qla_kernels.gdn.tree.tables import ON_HOST, SIBLINGS, DeltaTables, tree_tables
+from tests.gdn_calls import call, leaves
 
 MIB = 2**20
 PACKED = (3274, 1029, 2909, 5061, 2011, 3793, 9932, 4759)
@@ -96,6 +97,28 @@ def test_what_a_backward_needs_is_counted(monkeypatch):
     least = states + states // 2 + gradients + gates
     got = peak_of_backward((T,), H, HV, monkeypatch) * MIB
     assert least < got < 1.04 * least
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+def test_bytes_a_token_that_a_training_forward_keeps(normalised):
+    """A, g_cum and beta of each value head; with normalisation, q and k normalised."""
+    H, HV, K, T = 16, 32, 128, 64
+    x = call(
+        batch=1, tokens=T, heads=(H, HV), sizes=(K, K), dtype=torch.bfloat16, gates=torch.float32
+    )
+    x = leaves(x)
+    inputs = {t.untyped_storage().data_ptr() for t in x.values()}
+    storages: dict[int, int] = {}
+
+    def keep(t: Tensor) -> Tensor:
+        if (start := t.untyped_storage().data_ptr()) not in inputs:
+            storages[start] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        o, _ = chunk_gated_delta_rule(**x, use_qk_l2norm_in_kernel=normalised)
+    assert o.requires_grad
+    assert sum(storages.values()) / T == 132 * HV + (4 * H * K if normalised else 0)
 
 
 def test_a_tree_needs_no_states_of_leaves(monkeypatch):

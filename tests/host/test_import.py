@@ -1,5 +1,7 @@
 """Importing the package: quick, with neither a GPU nor TileLang; each test in a fresh process."""
 
+import importlib
+import inspect
 import os
 import re
 import subprocess
@@ -108,6 +110,17 @@ else:
 """)
 
 
+PUBLIC = ("", ".gdn", ".dualkv", ".hybrid", ".conv", ".sparse_ring", ".emulator")
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_help_explains_every_public_name(name):
+    module = importlib.import_module(f"qla_kernels{name}")
+    callables = [x for x in (getattr(module, n) for n in module.__all__) if callable(x)]
+    assert callables
+    assert [x for x in callables if not inspect.getdoc(x)] == []
+
+
 def test_hooks_are_found_without_an_import_of_their_own():
     fresh("""
 import sys, qla_kernels
@@ -146,8 +159,9 @@ def test_an_unknown_variable_is_named():
     code = "import qla_kernels; print(*qla_kernels.VARIABLES)"
     known, said = fresh(code, QLA_EXAT="1", QLA_EXACT="1").splitlines()
     assert said.startswith("QLA_EXAT is unknown; there are QLA_BATCH_INVARIANT, QLA_CHECK, ")
-    listed = re.findall(r"^\| `(QLA_\w+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(known.split())
+    files = [f for f in (ROOT / "qla_kernels").rglob("*") if f.suffix in (".py", ".c")]
+    read = {name for f in files for name in re.findall(r"\"(QLA_\w+)\"", f.read_text())}
+    assert read == {*known.split()}
 
 
 def foreign(folder: Path) -> str:

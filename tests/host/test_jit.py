@@ -16,7 +16,6 @@ import pytest
 from qla_kernels import jit, warmup
 from qla_kernels.dump import dump
 from qla_kernels.errors import Unsupported
-from tests.ranks import ROOT
 
 
 class Variant(NamedTuple):
@@ -195,8 +194,7 @@ def test_refuses_without_nvcc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         jit.nvcc()
 
 
-def test_without_nvcc_its_parts_are_named_as_on_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page and the refusal named two of the five, of any release."""
+def test_without_nvcc_all_its_parts_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit, "tilelang_for", lambda _: None)
     nowhere = types.SimpleNamespace(CUDA_HOME="/nowhere")
     monkeypatch.setitem(sys.modules, "tilelang", types.ModuleType("tilelang"))
@@ -206,9 +204,6 @@ def test_without_nvcc_its_parts_are_named_as_on_pages(monkeypatch: pytest.Monkey
     said, command = str(refused.value), 'pip install "nvidia-cuda-nvcc==13.0.*" "nvidia-'
     command = said[said.index(command) :]
     assert command.count("==13.0.*") == 5
-    for page in ("installation", "your-own-kernel"):
-        text = (ROOT / "docs" / f"{page}.md").read_text().replace("\\\n", " ")
-        assert command in " ".join(text.split())
 
 
 @pytest.mark.usefixtures("compiler")

@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from benchmarks.harness import records
 from qla_kernels import compiler, jit
 from qla_kernels.errors import Unsupported
 from qla_kernels.native import prebuilt
@@ -54,7 +55,7 @@ def test_each_requirement_has_a_version_that_the_engine_accepts(engine: str) -> 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_compiles_kernels_does_not_fit_beside_it(engine: str) -> None:
-    """docs/installation.md says so. If this fails, engines have a newer TileLang: say that."""
+    """If this fails, engines have a newer TileLang: docs/install.md may say so."""
     theirs = by_name(ENGINES[engine]["requires_dist"])["tilelang"]
     ours = by_name(PROJECT["optional-dependencies"]["compile"])["tilelang"]
     assert re.fullmatch(r"==[\d.]+", str(theirs.specifier))
@@ -88,18 +89,32 @@ def test_an_engines_tilelang_is_refused_with_a_sentence(
     assert compiler.can_compile()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_the_page_names_the_versions(engine: str) -> None:
-    version = ENGINES[engine]["version"]
-    pins = by_name(ENGINES[engine]["requires_dist"])
-    page = (ROOT / "docs" / "installation.md").read_text()
-    row = next(line for line in page.splitlines() if line.startswith("|") and version in line)
-    for name in ("torch", "tilelang", "apache-tvm-ffi"):
-        assert str(pins[name].specifier).removeprefix("==") in row
-
-
 def test_ranges_without_a_common_version_are_found() -> None:
     assert common(SpecifierSet(">=2.8"), SpecifierSet("==2.7.1")) is None
     assert common(SpecifierSet(">=2.8"), SpecifierSet("<2.8")) is None
     assert common(SpecifierSet(">=2.8"), SpecifierSet("==2.14.1")) == "2.14.1"
     assert common(SpecifierSet(">0.8"), SpecifierSet("")) == "0.8.1"
+
+
+def pins(name: str) -> dict[str, str]:
+    text = (ROOT / "constraints" / name).read_text()
+    return dict(re.findall(r"^([\w-]+)==(\S+)", text, re.M))
+
+
+@pytest.mark.parametrize("name", ["tested.txt", "cpu.txt", "gpu-records.txt"])
+def test_pinned_versions_are_in_our_ranges(name: str) -> None:
+    extras = PROJECT["optional-dependencies"].values()
+    ranges = by_name([*PROJECT["dependencies"], *(line for lines in extras for line in lines)])
+    checked = pins(name).keys() & ranges.keys()
+    assert checked
+    for package in checked:
+        assert pins(name)[package] in ranges[package].specifier, package
+
+
+def test_records_ran_with_the_versions_that_are_pinned_for_them() -> None:
+    versions = pins("gpu-records.txt")
+    runs = [run for run in records.load() if run.device_kind == "cuda"]
+    assert {"torch", "tilelang"} <= runs[-1].versions.keys()
+    for run in runs:
+        for name in versions:
+            assert run.versions.get(name, versions[name]) == versions[name], run.id

@@ -16,7 +16,6 @@ from qla_kernels.sparse_ring import (
     build_index,
     measure,
 )
-from tests.readme import snippets
 
 
 def heads(T: int = 512, H: int = 4, Hk: int = 2, D: int = 16):
@@ -238,16 +237,24 @@ def test_a_folder_without_a_tokenizer_is_named(model_and_tokens, tmp_path):
         measure.main(call)
 
 
-def test_the_page_s_lines_dump_what_the_command_reads(tmp_path, monkeypatch, capsys):
+def test_q_and_k_of_a_model_are_dumped_for_the_command(tmp_path, monkeypatch, capsys):
     transformers = pytest.importorskip("transformers")
     config = transformers.Qwen2Config(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=50,
         num_attention_heads=4, num_key_value_heads=2,
     )  # fmt: skip
-    _, lines = snippets("docs/long-context.md")
+    layers = {}
+
+    def keep(layer, q, k, index):
+        layers[layer] = {"q": q[0].cpu(), "k": k[0].cpu()}
+
     monkeypatch.chdir(tmp_path)
     model = transformers.Qwen2ForCausalLM(config)
-    exec(lines, {"torch": torch, "model": model, "tokens": torch.randint(50, (384,))})
+    hook.prepare(model)
+    settings = hook.SparseRingConfig(pattern=Dense(), on_index=keep)
+    with torch.no_grad():
+        model(torch.randint(50, (1, 384)), use_cache=False, sparse_ring=settings)
+    torch.save(layers, "qk.pt")
     assert measure.main(["--dump=qk.pt", "--rows=20", "--device=cpu"]) == 0
     assert "layer   1: density" in capsys.readouterr().out
 

@@ -57,13 +57,6 @@ def test_what_loses_bits_is_refused_at_the_start(changes, text, monkeypatch):
     assert str(error.value).startswith("QLA_BATCH_INVARIANT=1 in vLLM: ")
 
 
-def test_the_page_quotes_the_refusal_of_prefix_caching(monkeypatch):
-    with pytest.raises(Unsupported) as error:
-        bits_layer(monkeypatch, configuration(mamba_cache_mode="align"))
-    page = engine_interfaces.ROOT / "docs" / "serving.md"
-    assert f"```\n{error.value}\n```" in page.read_text()
-
-
 def test_a_model_with_states_of_several_kinds_is_refused(monkeypatch):
     model = type("Qwen4", (), {vllm_bits.SPECS: classmethod(lambda cls, config: [])})
     layer, _, _ = bits_layer(monkeypatch, configuration())

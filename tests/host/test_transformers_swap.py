@@ -1,7 +1,4 @@
-"""docs/integrations.md: packed sequences, and `swap` before and after other libraries' calls.
-
-Serving's block is tested in test_gdn_docs.py.
-"""
+"""`swap`: packed sequences, and `swap` before and after other libraries' calls."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +12,6 @@ from qla_kernels.integrations import transformers as swapping
 from tests import swap_ranks
 from tests.compare import relative_l2
 from tests.ranks import launched
-from tests.readme import snippets
 from tests.tiny_hybrids import VOCABULARY, hybrid
 
 transformers = pytest.importorskip("transformers", minversion="5.15")
@@ -46,32 +42,36 @@ def error(model: nn.Module, batch: dict[str, Any], texts: list[Tensor]) -> float
     return ((got - want).abs().max() / want.abs().max()).item()
 
 
-def test_the_program_with_packed_sequences(capsys):
-    (code,) = [x for x in snippets("docs/integrations.md") if "DataCollatorWithFlattening" in x]
-    names: dict[str, Any] = {}
-    exec(compile(code, "docs/integrations.md", "exec"), names)
-    (check,) = [x for x in snippets("docs/integrations.md") if "alone = torch.cat" in x]
-    exec(compile(check, "docs/integrations.md", "exec"), names)
-    out = float(capsys.readouterr().out.rpartition("(")[2].partition(")")[0])
-    assert out < (1e-5 if names["device"] == "cpu" else 5e-2)
-    model, batch = names["model"], names["batch"]
-    assert not swapping.status(model).others
+def test_training_on_packed_sequences():
+    model = hybrid(KIND)
+    swapping.swap(model)
+    texts = [torch.randint(VOCABULARY, (n,)) for n in (50, 20, 130)]
+    batch = pack(texts, return_flash_attn_kwargs=True, return_seq_idx=True)
     assert {*batch} == {"input_ids", "labels", "position_ids", "seq_idx", *BOUNDS}
-    texts = [torch.tensor(text).to(model.device) for text in names["texts"]]
-    largest = 1e-4 if names["device"] == "cpu" else 5e-2
-    with torch.autocast(names["device"], torch.bfloat16, enabled=names["device"] == "cuda"):
-        assert error(model, batch | {"use_cache": False}, texts) < largest
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(3):
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True)
+    assert error(model, batch | {"use_cache": False}, texts) < 1e-4
 
 
-def test_the_program_that_times_a_model(capsys):
-    (code,) = [x for x in snippets("docs/integrations.md") if "milliseconds" in x]
-    names: dict[str, Any] = {}
-    exec(compile(code, "docs/integrations.md", "exec"), names)
-    said = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in said] == 2 * ["without swap", "with swap"]
-    assert all(float(line.split()[-2]) > 0 for line in said)
-    model = names["model"]
-    assert swapping.swap(model) == 3  # what it timed with swap is not what it timed without
+def test_a_model_is_swapped_and_restored_in_turn():
+    model = hybrid(KIND).eval()
+    ids = torch.randint(VOCABULARY, (2, 70))
+    with torch.no_grad():
+        want = model(ids, use_cache=False).logits
+        for _ in range(2):
+            assert swapping.swap(model) == 3
+            assert not swapping.status(model).others
+            got = model(ids, use_cache=False).logits
+            assert (got - want).abs().max() < 1e-4 * want.abs().max()
+            swapping.restore(model)
+            assert torch.equal(model(ids, use_cache=False).logits, want)
 
 
 LAYERS = {"gated delta nets": "linear_attention", "softmax attention": "full_attention"}
