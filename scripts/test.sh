@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything CI runs: lint, types, tests, the tables of the documents. Sets up .venv when needed.
+# Everything CI runs: lint, types, tests, tables of benchmarks. Sets up .venv when needed.
 #
 #   bash scripts/test.sh
 #   bash scripts/test.sh --with-libraries  only the tests with TRL, veRL, FLA and transformers, in
