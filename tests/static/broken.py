@@ -165,10 +165,10 @@ def build(v: Variant) -> Any:
     return broken
 
 
-def kernel(defect: str = "") -> Kernel:
-    """The kernel with one defect, or as it should be, in the shape of a kernel module."""
+def kernel(*defects: str) -> Kernel:
+    """The kernel as it should be, or with one defect a variant, in the shape of a kernel module."""
     module: Any = types.ModuleType("broken")
-    module.VARIANTS = (Variant(defect),)
+    module.VARIANTS = tuple(map(Variant, defects or ("",)))
     module.PASS_CONFIGS = {"tl.disable_thread_storage_sync": True}
     module.schedule, module.build = schedule, build
     return Kernel("tests", "broken", module)

@@ -3,6 +3,7 @@
 import json
 from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,25 @@ from qla_kernels.inspect import sass
 from qla_kernels.inspect.__main__ import main
 from qla_kernels.inspect.gather import Facts
 from tests.static import broken, broken_rows
+from tests.static.one_unit import one_unit
 
 pytestmark = pytest.mark.usefixtures("disassembler")
 
 
+@cache
+def compile_together(sample: Any) -> None:
+    """Keeps facts on disk; nvcc reads its headers once for all variants.
+
+    Warnings of ptxas are about all that it assembles: a variant that has one is left out.
+    """
+    kernel = sample.kernel("", *(d for d, text in sample.DEFECTS.items() if text != "ptxas: "))
+    with one_unit(kernel, kernel.module.VARIANTS):
+        for variant in kernel.module.VARIANTS:
+            inspect.facts(kernel, variant)
+
+
 def facts_of(defect: str, sample: Any = broken) -> tuple[Facts, list[str]]:
+    compile_together(sample)
     kernel = sample.kernel(defect)
     (variant,) = kernel.module.VARIANTS
     facts = inspect.facts(kernel, variant)
