@@ -45,10 +45,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from .attention.workloads import DUALKV, DUALKV_DEFAULT, SPARSE_RING, SPARSE_RING_DEFAULT
-from .conv.workloads import CONV, CONV_DEFAULT
+from . import chart, tables
+from .families import DEFAULT, QUICK, SETS
 from .gdn.ranks import KINDS
-from .gdn.workloads import GDN, GDN_DEFAULT, Gdn
+from .gdn.workloads import Gdn
 from .harness import records
 from .harness.adapters import implementations, names_for
 from .harness.messages import Machine, Options
@@ -57,27 +57,9 @@ from .harness.progress import Progress
 from .harness.records import Run, write_whole
 from .harness.watchdog import LIMITS, Harness
 from .harness.without_gpu import WHOLE, for_cpu
-from .hybrid.workloads import HYBRID, HYBRID_DEFAULT
-from .model.workloads import MODEL
-from .report import tables
-from .report.names import shape_of
-from .serving.workloads import SERVING
+from .harness.workload import words
 
-SETS: dict[str, dict[str, tuple[Any, ...]]] = {
-    "gdn": {**GDN, **SERVING}, "conv": dict(CONV), "dualkv": dict(DUALKV),
-    "sparse_ring": dict(SPARSE_RING), "hybrid": dict(HYBRID),
-    "model": dict(MODEL),
-}  # fmt: skip
-DEFAULT = {
-    "gdn": GDN_DEFAULT, "conv": CONV_DEFAULT, "dualkv": DUALKV_DEFAULT,
-    "sparse_ring": SPARSE_RING_DEFAULT, "hybrid": HYBRID_DEFAULT,
-    "model": ("training",),
-}  # fmt: skip
-QUICK = {
-    "gdn": ("anchors",), "conv": ("packs", "trees"), "dualkv": ("long",),
-    "sparse_ring": ("anchor",), "hybrid": ("block",),
-    "model": ("training",),
-}  # fmt: skip
+SETS_HELP = "; ".join(f"{family}: {', '.join(sets)}" for family, sets in SETS.items())
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -91,8 +73,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
     add("family", nargs="?", default="gdn", choices=sorted(SETS))
     add("--quick", action="store_true", help="the anchor rows, fewer repetitions")
-    said = "sets of workloads; docs/records/README.md lists them"
-    add("--set", metavar="NAME,...", type=names, default=[], help=said)
+    add("--set", metavar="NAME,...", type=names, default=[], help=SETS_HELP)
     add_options(parser)
     add("--only", metavar="PATTERN", help="workloads whose name in --list matches, e.g. '*16x32*'")
     said = "e.g. ours,flash_qla,fla,flashinfer"
@@ -177,7 +158,7 @@ def measure(options: argparse.Namespace, workloads: list[Any]) -> tuple[Run, boo
         progress.start(len(workloads), machine)
         try:
             for workload in workloads:
-                progress.row(workload.name, shape_of(workload))
+                progress.row(workload.name, words(workload))
                 rows = (*run.rows, harness.row(workload))
                 run = replace(run, rows=rows, kernels=dict(harness.kernels))
                 _write_record(options, run)
@@ -228,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(_nothing_matches(options), file=sys.stderr)
         return 2
     if options.list:
-        print("\n".join(f"{w.name:44} {shape_of(w)}" for w in workloads))
+        print("\n".join(f"{w.name:44} {words(w)}" for w in workloads))
         return 0
     options.impl = options.impl or names_for(options.family, workloads)
     if options.recover:
@@ -247,13 +228,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.save:
         files.append(records.append(run))
     if options.plot:
-        from .report.figures import draw
-
-        files += draw(run, options.out)
+        files += chart.draw(run, options.out)
     print(json.dumps(dataclasses.asdict(run)) if options.json else "\n" + tables.page(run))
     took = time.monotonic() - started
     lines = [f"Ran {len(run.rows)} workloads on {run.device} in {took:.0f} s."]
-    lines += [*(f"  {path}" for path in files), "Columns: docs/records/README.md"]
+    lines += [f"  {path}" for path in files]
     print("\n".join(lines), file=sys.stderr if options.json else sys.stdout)
     return 0 if complete else 130
 

@@ -10,8 +10,7 @@ in turn; of each repetition the time of the slowest rank counts, by CUDA events,
 printed, in ms, with the time that Python alone takes: where it is as long, the host is what is
 timed. Before that o and all gradients are compared with ours in the contiguous layout. FLA's
 kernels take minutes to compile and to tune. `--out` gets gdn_ranks.json, the record, and its
-tables; `--save` appends it to benchmarks/results, from which `python -m benchmarks.report` writes
-pages.
+tables; `--save` appends it to benchmarks/results, which `python -m benchmarks.show` prints.
 """
 
 import argparse
@@ -31,6 +30,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import tables
 from benchmarks.gdn.ranks_timing import WrongResult, measured
 from benchmarks.gdn.rivals import FLA
 from benchmarks.harness import records
@@ -39,8 +39,6 @@ from benchmarks.harness.messages import Machine
 from benchmarks.harness.own_shapes import Asked, in_full, names, own_shapes, sizes
 from benchmarks.harness.records import Row, Run, write_whole
 from benchmarks.harness.timing import measure_ceilings
-from benchmarks.report import tables
-from benchmarks.report.names import shape_of, title_of
 from benchmarks.sm90 import describe_run
 from qla_kernels import jit
 
@@ -146,11 +144,11 @@ def kernels() -> dict[str, str]:
 def tell(rows: Sequence[Row], run: Run) -> None:
     on_gpus = run.device_kind == "cuda"
     for row in rows:
-        shape = shape_of(row) if on_gpus else shape_of(row).replace("GPUs", "ranks")
         for r in row.results:
             time, python = r.time_ms(eager=on_gpus), f" (Python alone {r.host_ms or 0:.2f})"
             took = r.status if time is None else f"{time:.3f} ms{python if on_gpus else ''}"
-            said = f"{row.heads} heads, {shape}, {title_of(row.kind).lower()}"
+            operation = tables.OPERATIONS[row.kind].replace("GPUs", "GPUs" if on_gpus else "ranks")
+            said = f"{row.heads} heads, {row.layout}, {operation}"
             print(f"{said}: {run.labels[r.implementation]} {took}", flush=True)
 
 

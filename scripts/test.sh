@@ -68,6 +68,6 @@ step "ruff check" "$python" -m ruff check .
 step "ruff format" "$python" -m ruff format --check .
 step "mypy" "$python" -m mypy
 step "pytest" "$python" -m pytest -q -m "not hopper" -n "$workers" --dist worksteal --durations=10
-step "performance tables" "$python" -m benchmarks.report --check
+step "performance tables" "$python" -m benchmarks.show --check
 
 finish

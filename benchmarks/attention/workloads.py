@@ -263,7 +263,6 @@ DUALKV: dict[str, tuple[SharedPrompts, ...]] = {
         *(DecoderLayer(label, SHORT_BATCHES[label]) for label in ("S1", "S8")),
     ),
 }
-DUALKV_DEFAULT = ("long", "short")
 
 LENGTHS = (32768, 65536, 131072, 262144)
 RUNS = (1, 4, 16)
@@ -288,4 +287,3 @@ SPARSE_RING: dict[str, tuple[VerticalSlash, ...]] = {
         VerticalSlash(t, direction="index", heads=heads) for heads in INDEX_HEADS for t in LENGTHS
     ),
 }
-SPARSE_RING_DEFAULT = ("anchor",)

@@ -82,4 +82,3 @@ CONV: dict[str, tuple[Convolution, ...]] = {
         Convolution("4096x8", PACKS["4096x8"], channels) for channels in (2048, 6144, 10240)
     ),
 }
-CONV_DEFAULT = ("packs", "trees")

@@ -199,4 +199,3 @@ GDN: dict[str, tuple[Gdn, ...]] = {
     # never shortened: how long the path without a GPU takes at a real length
     "cpu": _rows([(16, 16)], ["4096x1"]),
 }
-GDN_DEFAULT = ("forward", "backward", "short")

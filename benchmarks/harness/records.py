@@ -35,6 +35,7 @@ FAILED, MEMORY, TIME_LIMIT, DIED = "failed", "out of memory", "time limit", "die
 # ours with a choice undone, and the day since which eager calls of these undo it
 VARIANTS = ("ours_train", "ours_whole", "ours_exact", "ours_kept", "ours_alone")
 VARIANTS_ARE_CALLED = "2026-11-25"
+SEGMENTS_ARE_KEPT = "2026-11-23T12"  # by FlashQLA for its backward, in graphs too
 # what records until 2026-11-27 say of a library that is missing, and the page that has it
 WRONG_PAGE = "docs/performance.md says how to install rivals"
 RIGHT_PAGE = "docs/installation.md says what installs it"
@@ -242,7 +243,8 @@ def read(path: Path) -> Run:
     try:
         return run_from_json(json.loads(path.read_text()))
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"it holds no run ({type(error).__name__}: {error})") from error
+        got = f"{path}: it holds no record ({type(error).__name__}: {error})"
+        raise ValueError(f"{got}; need one, such as FAMILY.json of --out") from error
 
 
 def run_from_json(values: dict[str, Any]) -> Run:
@@ -261,10 +263,10 @@ def row_from_json(values: dict[str, Any]) -> Row:
 
 
 def as_called(run: Run) -> Run:
-    """Leaves out eager times of `VARIANTS` that are of the default, and mends two names.
+    """Mends two names, and leaves out times that are not of what their rows say.
 
     Of layers, the version of transformers stood in the place of torch's until 2026-11-26. A page
-    that does not have it was named for what installs a rival.
+    was named for what installs a rival that does not have it. Of gated delta nets, see `_mended`.
     """
     told = {name: why.replace(WRONG_PAGE, RIGHT_PAGE) for name, why in run.missing.items()}
     run = dataclasses.replace(run, missing=told)
@@ -273,13 +275,24 @@ def as_called(run: Run) -> Run:
         return dataclasses.replace(run, versions=versions)
     if run.family != "gdn" or run.date >= VARIANTS_ARE_CALLED:
         return run
+    again = run.date < SEGMENTS_ARE_KEPT and "flash_qla" in run.labels
 
-    def known(r: Result) -> Result:
-        if r.implementation not in VARIANTS:
-            return r
+    def mended(row: Row) -> Row:
+        return dataclasses.replace(row, results=tuple(_mended(r, row, again) for r in row.results))
+
+    return dataclasses.replace(run, rows=tuple(map(mended, run.rows)))
+
+
+def _mended(result: Result, row: Row, again: bool) -> Result:
+    """A result without eager times of `VARIANTS`, which were the default's.
+
+    `again`: graphs had FlashQLA's backward without the segments that its public function keeps, so
+    that it computed them again. Without the best rival's time a row has no ratio.
+    """
+    if result.implementation in VARIANTS:
         return dataclasses.replace(
-            r, eager_p20_ms=None, eager_ms=None, eager_p80_ms=None, host_additions=None
+            result, eager_p20_ms=None, eager_ms=None, eager_p80_ms=None, host_additions=None
         )
-
-    rows = (dataclasses.replace(x, results=tuple(map(known, x.results))) for x in run.rows)
-    return dataclasses.replace(run, rows=tuple(rows))
+    if again and row.kind == "bwd" and not result.implementation.startswith("ours"):
+        return dataclasses.replace(result, p20_ms=None, p50_ms=None, p80_ms=None, samples=0)
+    return result

@@ -1,6 +1,7 @@
 """What workloads of all families have; each family adds what its shapes are."""
 
-from typing import Literal
+from collections.abc import Iterable
+from typing import Any, Literal
 
 Direction = Literal["fwd", "bwd", "both"]
 Heads = tuple[int, int]  # key heads, value heads; of attention key-value heads, query heads
@@ -21,3 +22,22 @@ class Workload:
     @property
     def heads_label(self) -> str:
         return f"{self.heads[0]}x{self.heads[1]}"
+
+
+def words(workload: Any) -> str:
+    """The lengths in words: what 3000x5 or 16x4096+512 means."""
+    if groups := [group for group in getattr(workload, "groups", ()) if group[1]]:
+        prompts, responses = zip(*groups, strict=True)
+        tokens = _span(n for of_prompt in responses for n in of_prompt)
+        count = f"{_span(map(len, responses))} responses of {tokens}"
+        return f"{count} to {len(groups)} x a prompt of {_span(prompts)} tokens"
+    lengths = getattr(workload, "lengths", ()) or [n for n, _ in getattr(workload, "groups", ())]
+    batch = getattr(workload, "sequences", 1)
+    count = len(lengths) or (batch if isinstance(batch, int) else 1)
+    one = _span(lengths) if lengths else str(workload.tokens // count)
+    return f"{count} sequence{'s' * (count > 1)} of {one} token{'s' * (one != '1')}"
+
+
+def _span(values: Iterable[int]) -> str:
+    low, *_, high = sorted(values) * 2
+    return str(low) if low == high else f"{low} to {high}"

@@ -94,4 +94,3 @@ HYBRID: dict[str, tuple[HybridPart | DecodeStep, ...]] = {
     "parts": tuple(w for part in PARTS if part != "block" for w in _part(part)),
     "step": STEPS,
 }
-HYBRID_DEFAULT = ("block", "parts")

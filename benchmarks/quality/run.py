@@ -1,7 +1,6 @@
 """Trains a small model on long sequences, with exact attention and under sparse masks.
 
     python -m benchmarks.quality --folder runs --minutes 4.5        again: goes on where it stopped
-    python -m benchmarks.quality --folder runs --figure docs/figures/sparse-ring-quality.svg
     python -m benchmarks.quality --folder out/tiny --device cpu --tiny
 
 1. A model trains on short sequences with exact attention, as models do: first on very short ones,
@@ -235,11 +234,6 @@ def described(name: str, found: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line."""
     options = parse(arguments)
-    if options.figure is not None:
-        from .figure import draw
-
-        draw(json.loads((options.folder / "quality.json").read_text()), options.figure)
-        return 0
     Experiment(options).train()
     return 0
 
@@ -252,7 +246,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--folder", type=Path, required=True, help="results and checkpoints")
-    add("--figure", type=Path, help="draw the results of the folder, and do nothing else")
     add("--minutes", type=float, default=60.0, help="stop then; the next call goes on")
     add("--short-minutes", type=float, default=1e9, help="go on to long sequences then")
     add("--targets", type=_numbers, default=[0.5, 0.8, 0.95], help="of the masks")

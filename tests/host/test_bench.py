@@ -18,7 +18,7 @@ from benchmarks.harness import records
 from benchmarks.harness.adapters import implementations
 from benchmarks.harness.floor import Ceilings
 from benchmarks.harness.messages import Machine, Options
-from benchmarks.harness.own_shapes import OWN_MODEL, remark
+from benchmarks.harness.own_shapes import remark
 from benchmarks.harness.problems import work_of
 from benchmarks.harness.records import (
     DIED,
@@ -36,7 +36,6 @@ from benchmarks.harness.warm import tasks_for
 from benchmarks.harness.watchdog import LIMITS, Harness
 from benchmarks.harness.without_gpu import for_cpu
 from benchmarks.harness.worker import Worker
-from benchmarks.report import tables
 from tests.host.bench_fakes import EVERYONE
 from tests.limits import HANG
 
@@ -283,13 +282,6 @@ def test_64_tokens_of_a_sequence_may_be_decoded():
     assert found.lengths == (64, 64)
 
 
-def test_a_program_times_models_of_one_s_own():
-    """What the refusal of --heads names: the section of the page is there."""
-    name, _, anchor = OWN_MODEL.partition(" ")[0].partition("#")
-    headings = re.findall(r"^### (.+)$", (records.ROOT / name).read_text(), re.M)
-    assert anchor in [heading.lower().replace(" ", "-") for heading in headings]
-
-
 def test_without_a_gpu_workloads_are_shorter_and_kernels_left_out():
     found, said = for_cpu([*GDN["anchors"], *GDN["kernels"], *GDN["cpu"]])
     assert len(found) == 28
@@ -438,7 +430,6 @@ def test_the_command_runs_to_the_end(tmp_path, capsys):
     assert "token loop" in printed
     assert re.search(r"FlashQLA is missing: (not )?installed.* needs a CUDA device", printed)
     assert "Ran 1 workloads on" in printed
-    assert printed.endswith("\nColumns: docs/records/README.md\n")
     for name in ("gdn.md", "gdn.json", "gdn-fwd-2x8.svg"):
         assert (out / name).stat().st_size > 0
         assert str(out / name) in printed
@@ -481,14 +472,6 @@ def test_nothing_that_matches_is_an_error_that_names_sets(capsys):
     for more in ([], ["--list"]):
         assert sm90.main(["gdn", "--direction", "decode", *more]) == 2
         assert "try --set decode" in capsys.readouterr().err
-
-
-def test_a_table_says_how_our_kernels_were_launched():
-    run = records.load()[-1]
-    environment = {**run.environment, "our_kernels": "compiled"}
-    assert "Our kernels: prebuilt by nvcc 13." in tables.page(run)
-    said = tables.page(dataclasses.replace(run, environment=environment))
-    assert "Our kernels: compiled. So the host takes longer" in said
 
 
 def test_decoding_runs_without_a_gpu(tmp_path, capsys):

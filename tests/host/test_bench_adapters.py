@@ -11,7 +11,6 @@ from benchmarks.gdn.ours import Ours
 from benchmarks.gdn.rivals import FLA, Definition, FlashInfer, FlashQLA
 from benchmarks.gdn.truth import gdn_truth
 from benchmarks.gdn.workloads import Gdn
-from benchmarks.harness import records
 from benchmarks.harness.adapters import INSTALLING, implementations
 from benchmarks.serving import engine_functions
 from benchmarks.serving.engines import VLLM
@@ -215,15 +214,6 @@ def test_without_a_gpu_it_is_said_whether_a_library_is_installed(monkeypatch, tm
     for reason, said in ((None, "installed; "), ("no sources", "not installed, and ")):
         monkeypatch.setattr(engine_functions, "missing", lambda name, reason=reason: reason)
         assert str(engine.missing()).startswith(f"{said}needs a CUDA device")
-
-
-def test_the_page_that_says_what_installs_a_rival_has_a_table_of_it():
-    """The hint named a page without it."""
-    page = (records.ROOT / "docs" / "installation.md").read_text()
-    assert "docs/installation.md" in INSTALLING
-    assert "**To benchmark:**" in page
-    assert "| family | beside | which comes with |" in page
-    assert not [run.id for run in records.load() if "performance.md" in str(run.missing)]
 
 
 def test_a_library_that_fails_on_import_is_missing_with_its_reason(monkeypatch):

@@ -1,6 +1,4 @@
-"""The benchmark's decode rows: both adapters, what counts as wrong, and their place on the page."""
-
-from dataclasses import replace
+"""The benchmark's decode rows: both adapters, what counts as wrong."""
 
 import pytest
 import torch
@@ -10,9 +8,7 @@ from benchmarks.gdn.ours import Ours, OursPool, OursTraining
 from benchmarks.gdn.rivals import FLA, Definition, FlashInfer, FlashQLA
 from benchmarks.gdn.truth import gdn_truth
 from benchmarks.gdn.workloads import GDN, Gdn
-from benchmarks.report import pages, tables
 from reference import gdn
-from tests.host.made_up_runs import KERNELS, anchor_run, run_of
 from tests.host.rival_stand_ins import installed
 
 CPU = torch.device("cpu")
@@ -105,34 +101,3 @@ def test_who_does_not_decode_says_so():
     for implementation in (FlashQLA(), FlashInfer(), OursTraining()):
         assert implementation.inapplicable(GDN["decode"][0]) is not None
     assert Definition().inapplicable(GDN["decode"][0]) is None
-
-
-def test_bandwidth_and_share_of_the_floor_are_of_the_counted_bytes():
-    run = run_of(GDN["decode"][:1])
-    row = run.rows[0]
-    time = row.time_ms("ours")
-    line = next(x for x in tables.details(run).splitlines() if "| ours  " in x)
-    assert f"| {tables.number(row.bytes / time / 1e6)} |" in " ".join(line.split())
-    share = row.bytes / run.ceilings["bandwidth"] / (time / 1e3)
-    assert f"| {share:.0%} |" in " ".join(line.split())
-
-
-def test_decoding_has_a_section_of_its_own():
-    decode = run_of(GDN["decode"], id="decode")
-    kernels = run_of(GDN["kernels"], id="kernels")
-    page = pages.records_page([decode, kernels], "gdn", KERNELS)
-    assert page.index("## Decoding") < page.index("## Kernels alone")
-    assert "| 2/8 " in page
-    assert "| 64 of 1 " in page
-    both = anchor_run(rows=(*anchor_run().rows, *decode.rows))
-    page = pages.records_page([both], "gdn", KERNELS)
-    assert page.count("Decoding, model gates, initial state; ms") == 1
-    assert page.index("## Decoding") < page.index("Decoding, model gates")
-
-
-def test_a_record_without_rivals_is_not_called_one_of_rivals():
-    run = run_of(GDN["decode"][:2], id="decode")
-    alone = tuple(replace(row, results=row.results[:1]) for row in run.rows)
-    page = pages.records_page([replace(run, rows=alone)], "gdn", KERNELS)
-    assert "## Decoding" in page
-    assert "rivals only" not in page

@@ -9,11 +9,9 @@ from torch import nn
 
 from benchmarks.harness import without_gpu
 from benchmarks.harness.problems import problem_of
-from benchmarks.harness.records import Result, Row, Run
 from benchmarks.model import problem, rivals
 from benchmarks.model.problem import functions_of, layers_of, model_inputs, model_truth, model_work
 from benchmarks.model.workloads import FLA, MODEL, OLMO, QWEN, SIZES, ModelStep
-from benchmarks.report import findings, models
 
 transformers = pytest.importorskip("transformers", minversion="5.15")
 
@@ -155,61 +153,6 @@ def test_an_older_transformers_is_named(monkeypatch):
     empty = types.ModuleType("modeling_qwen3_5")
     monkeypatch.setattr(rivals.importlib, "import_module", lambda name: empty)
     assert "pip install 'transformers>=5.15'" in rivals.Ours().missing()
-
-
-def record(workloads=MODEL["training"], /, **times: float) -> Run:
-    labels = {
-        "ours": "ours",
-        "ours_rule": "ours, the rule alone",
-        "fla": "FLA",
-        "torch": "PyTorch alone",
-    }
-    rows = tuple(
-        Row(w.name, "model", w.kind, w.heads_label.replace("x", "/"), w.layout, w.tokens, w.what,
-            results=tuple(Result(n, "ok", p50_ms=t) for n, t in times.items()))
-        for w in workloads
-    )  # fmt: skip
-    return Run(
-        "model-1", "model", "2026-11-25T00:00:00+00:00", "NVIDIA H200", "cuda", {}, {}, {}, labels,
-        {}, {}, "0" * 40, False, "", {"conv.fwd": "1"}, rows,
-    )  # fmt: skip
-
-
-def test_pages_say_what_a_step_gains():
-    runs, digests = [record(ours=10.0, ours_rule=11.0, fla=12.5, torch=40.0)], {"conv.fwd": "1"}
-    few, said = models.gain(runs, digests)
-    assert few == (
-        f"layers of {QWEN} and {OLMO} in training **1.25 to 1.25 x** as fast as with FLA where "
-        "causal-conv1d is not installed (the rule's part: 1.14 to 1.14 x), "
-        "**4.0 to 4.0 x** as fast as without FLA"
-    )
-    assert f"Four layers of {QWEN} or {OLMO} in transformers" in said
-    assert "; beside causal-conv1d nothing was timed; with our rule alone, and PyTorch's" in said
-    assert models.layer(runs, digests)[1] == ""
-    few, said = models.layer([*runs, record(MODEL["fla"], ours=10.0, fla=12.5)], digests)
-    assert few == "a step of its layer **1.25 to 1.25 x** (H200)"
-    assert said.startswith("A step of FLA's layer, of 256/512, 1.25 to 1.25 x (")
-    page = findings.page(runs, digests)
-    section = page[page.index("## Models in training") :]
-    cells = [cell.strip() for cell in section.splitlines()[4].split("|")[1:-1]]
-    assert cells == [
-        "4 layers of Qwen3.5-9B",
-        "1 sequence of 8192 tokens",
-        "10.0",
-        "–",
-        "1.25",
-        "1.14",
-        "4.00",
-    ]
-    assert "no training step of a model was measured" in models.gain([], digests)[1]
-    with_both = record(ours=10.0, ours_rule=11.0, fla=12.5, fla_conv=10.5, torch=40.0)
-    few, said = models.gain([with_both], digests)
-    assert few == (
-        f"layers of {QWEN} and {OLMO} in training **1.05 to 1.05 x** as fast as with FLA, its own "
-        "kernels, and causal-conv1d, **1.25 to 1.25 x** as fast as with FLA alone (the rule's "
-        "part: 1.14 to 1.14 x), **4.0 to 4.0 x** as fast as without either"
-    )
-    assert "Beside FLA and causal-conv1d 1.05 to 1.05 x; beside FLA alone, where" in said
 
 
 def test_sizes_are_of_the_models():

@@ -84,10 +84,6 @@ def test_a_run_that_stops_goes_on(tmp_path, capsys):
     assert low[-1]["held_out"] < full[-1]["held_out"] <= 1 + 1e-6
     for own, of_exact in zip(full, exact, strict=True):  # nearly every pair is in the mask
         assert own["own"]["copy"]["loss"] == pytest.approx(of_exact["own"]["copy"]["loss"], abs=0.1)
-    pytest.importorskip("matplotlib")
-    figure = tmp_path / "figure.svg"
-    experiment(tmp_path / "a", f"--figure={figure}")
-    assert "before long sequences" in figure.read_text()
 
 
 def test_a_model_under_every_diagonal_is_the_exact_model():

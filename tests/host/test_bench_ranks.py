@@ -5,21 +5,19 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks import sm90
+from benchmarks import sm90, tables
 from benchmarks.gdn import ranks_timing
 from benchmarks.gdn.ranks import KINDS, over_ranks
 from benchmarks.gdn.workloads import Gdn
 from benchmarks.harness import records
 from benchmarks.harness.floor import Ceilings
 from benchmarks.harness.records import FAILED, OK, UNSUPPORTED, WRONG, Result
-from benchmarks.report import findings, headline, names, pages, ranks, slower, tables
 from qla_kernels import Unsupported
-from tests.host.made_up_runs import KERNELS, anchor_run, run_of
+from tests.host.made_up_runs import run_of
 from tests.limits import HANG
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,7 +75,7 @@ def test_two_processes_leave_a_record_that_pages_can_show(tmp_path):
     note = "No GPU: float32 on CPU tensors over gloo, eager calls. FLA was left out"
     assert note in page
     assert note in done.stdout
-    assert "256 tokens over 2 ranks, zigzag, forward over ranks: ours" in done.stdout
+    assert "1/2 heads, 256x1 over 2, zigzag, forward over ranks: ours" in done.stdout
     assert "GPUs," not in done.stdout
     assert "Python alone" not in done.stdout
     run = records.run_from_json(json.loads((tmp_path / "gdn_ranks.json").read_text()))
@@ -98,14 +96,7 @@ def test_two_processes_leave_a_record_that_pages_can_show(tmp_path):
         assert ours.samples == 20
         assert {*ours.errors} == {"o", "dq", "dk", "dv", "dg", "dbeta"}
         assert max(ours.errors.values()) < 1e-5
-    assert ranks.lines([run]) == []  # of a CPU
-    as_on_gpus = [
-        replace(row, results=(replace(x, eager_ms=x.p50_ms, p50_ms=None),))
-        for row in run.rows
-        for x in row.results
-    ]
-    on_gpus = replace(run, rows=tuple(as_on_gpus), device_kind="cuda", **H100)
-    assert "| 256 tokens, 1/2 heads of 32/64, model gates | " in findings.page([on_gpus], {})
+    assert tables.newest([run], "ranks") == []  # of a CPU
 
 
 @pytest.mark.parametrize(
@@ -185,82 +176,13 @@ def test_a_library_that_fails_or_is_wrong_is_not_timed(monkeypatch):
     assert ranks_timing.judged("fla", {"o": 1e-3}).status == OK
 
 
-# --- showing them
-
-
-def cells_of(text, start):
-    lines = [line for line in text.splitlines() if line.startswith(f"| {start}")]
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-
-
-def test_each_shape_has_a_line_with_both_layouts():
-    run = run_of_ranks([QWEN, replace(OLMO, gate="published")])
-    text = findings.page([run], KERNELS)
-    assert text.count("**Several GPUs**") == 1
-    assert text.index("## Gated delta net") < text.index("**Several GPUs**") < text.index("## Serv")
-    assert cells_of(text, "131072 tokens") == [
-        [
-            *("131072 tokens, 16/32 heads, model gates", "2 H100, 2026-01-02"),
-            *("1.00 / 1.00", "0.500 / 0.500", "9.00 / 9.00"),
-            *("4.00 / 4.00", "2.00 / 2.00", "9.00 / 9.00"),
-        ]
-    ]
-    assert cells_of(text, "65536 tokens")[0][0] == "65536 tokens, 30/30 heads of 96/192"
-    alone = cells_of(findings.page([run_of_ranks(fla=None)], KERNELS), "131072 tokens")[0]
-    assert alone[2:5] == ["1.00 / 1.00", "0.500 / 0.500", "– / –"]
-    assert "2 H100, 2026-01-02, stale" in findings.page([run], {})
-    assert "**Several GPUs**" not in findings.page([anchor_run()], KERNELS)
-
-
-def test_the_newest_record_of_a_shape_counts():
-    older = run_of_ranks([QWEN, OLMO], fla=8.0)
-    newer = run_of_ranks(id="newer", date="2026-02-02T00:00:00+00:00")
-    on_h200 = run_of_ranks(id="h200", device="NVIDIA H200")
-    four = run_of_ranks(id="four", world=4)
-    text = findings.page([older, on_h200, four, newer], KERNELS)
-    when = [line[1] for line in cells_of(text, "131072 tokens")]
-    assert when == ["2 H100, 2026-02-02", "4 H100, 2026-01-02", "2 H200, 2026-01-02"]
-    assert [line[1] for line in cells_of(text, "65536 tokens")] == ["2 H100, 2026-01-02"]
-
-
-def test_rows_of_ranks_are_nobody_elses():
-    """They are in their table, and in their section of the page of records."""
-    anchors = anchor_run()
-    shared = run_of_ranks(id="newer", date="2026-12-01T00:00:00+00:00")
-    assert headline.front_page([anchors], KERNELS) == headline.front_page(
-        [anchors, shared], KERNELS
-    )
-    before, after = (findings.page(x, KERNELS) for x in ([anchors], [anchors, shared]))
-    table = "\n\n".join(ranks.several_gpus([shared], KERNELS)).replace("](docs/", "](")
-    assert after == before.replace("\n\n## Serving", f"\n\n{table}\n\n## Serving")
-    before, after = (pages.records_page(x, "gdn", KERNELS) for x in ([anchors], [anchors, shared]))
-    assert after.startswith(before.rstrip("\n"))
-    section = after[len(before) :]
-    assert "## Several GPUs" in section
-    assert "`newer`" in section
-    assert "131072x1 over 2, zigzag" in section
-    assert "rivals only" not in section
-    assert f"- Command: `{shared.command}`" in section
-    assert "| `newer` " in pages.records_index([anchors, shared], KERNELS)
-    assert "**Stale:** the kernels changed since" in pages.records_page([shared], "gdn", {})
-
-
-def test_where_ours_is_slower_over_ranks_is_listed():
-    page = findings.page([run_of_ranks(fla=0.5)], KERNELS)
-    said = "- Gated delta net, forward over ranks, one sequence: eager calls at 2 of 2 shapes (mean"
-    assert said in page
-    where = "worst at 1 sequence of 131072 tokens over 2 GPUs, contiguous, beside FLA (H100, "
-    assert where in page
-    assert slower.slower([run_of_ranks()], KERNELS) == ""
-
-
-def test_rows_of_ranks_have_words_and_can_be_recovered(tmp_path, monkeypatch):
+def test_rows_of_ranks_have_a_table_and_can_be_recovered(tmp_path, monkeypatch):
     run = run_of_ranks()
     assert {row.kind for row in run.rows} == {*KINDS.values()}
-    assert not [row.kind for row in run.rows if "alone" in names.title_of(row.kind)]
-    words = "1 sequence of 131072 tokens over 2 GPUs, contiguous"
-    assert names.shape_of(run.rows[0]) == words
-    assert "Forward and backward over ranks, model gates; ms" in tables.summary(run)
+    pairs = tables.newest([run], "ranks")
+    assert {pair.theirs / pair.ours for pair in pairs} == {9.0}
+    assert {pair.row.name for pair in pairs} == {row.name for row in run.rows}
+    assert tables.newest([run], "gdn") == []
     path, taken = tmp_path / "gdn_ranks.json", []
     path.write_text(json.dumps(records.dataclasses.asdict(run)))
     monkeypatch.setattr(records, "append", lambda run: taken.append(run) or path)

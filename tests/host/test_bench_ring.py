@@ -13,9 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.harness.records import OK, ROOT, Result, Row
-from benchmarks.report import tables
-from benchmarks.report.figures import gain, rival_of
+from benchmarks.harness.records import ROOT
 from benchmarks.ring import dense as dense_ring
 from benchmarks.ring import links, ranks
 from benchmarks.ring.links import Slow
@@ -23,7 +21,6 @@ from benchmarks.ring.rows import Row as RingRow
 from benchmarks.ring.rows import main, parse, tell
 from qla_kernels.sparse_ring import ZigZagLayout
 from qla_kernels.sparse_ring.groups import Pending, RankRing
-from tests.host.made_up_runs import run_of
 from tests.limits import HANG
 from tests.mail import Mail
 
@@ -168,34 +165,6 @@ def test_only_what_crosses_nodes_is_late(monkeypatch):
         slept.clear()
         transfer(Slow(None, rank, 4, node=2, rate=1e6)).wait()
         assert sum(slept) == pytest.approx(milliseconds / 1e3)
-
-
-def test_rows_under_a_mask_stand_beside_the_best_rival_without_one():
-    labels = {"ours": "ours", "fa4": "flash-attn-4", "flex": "FlexAttention"}
-    times = {"5% dense": {"ours": 2.0, "flex": 6.0}, "dense": {"ours": 33.0, "fa4": 30.0}}
-    rows = tuple(
-        Row(
-            name=what, family="sparse_ring", kind="fwd", heads="8/32", layout=what, tokens=131072,
-            what=what, flops=1.0, bytes=1.0, floor_ms=1.0, input_sets=1,
-            results=tuple(
-                Result(n, OK, p50_ms=t, graph=True, eager_ms=2 * t if n == "ours" else 2 * t + 3)
-                for n, t in times[what].items()
-            ),
-        )
-        for what in times
-    )  # fmt: skip
-    run = run_of([], family="sparse_ring", rows=rows, labels=labels)
-    header, _, sparse, dense, mean = tables.summary(run).splitlines()[2:7]
-    assert [header.split("|")[-2].strip(), sparse.split("|")[-2].strip()] == [
-        "dense rival / ours",
-        "15.00 / 15.75",
-    ]
-    assert dense.split("|")[-2].strip() == "0.91 ▼ / 0.95 ▼"
-    assert len({line.count("|") for line in (header, sparse, dense, mean)}) == 1
-    ways = (False, True)
-    rival, gains = ([f(run, run.rows[0], way) for way in ways] for f in (rival_of, gain))
-    assert rival == [("flash-attn-4, no mask", 30.0), ("flash-attn-4, no mask", 63.0)]
-    assert gains == [15.0, 15.75]
 
 
 def test_heads_as_everywhere_and_a_start_by_hand(monkeypatch, capsys):

@@ -12,11 +12,9 @@ from benchmarks.gdn.workloads import GDN
 from benchmarks.harness.adapters import implementations, names_for
 from benchmarks.harness.messages import Options
 from benchmarks.harness.problems import _parts, problem_of, work_of
-from benchmarks.harness.records import OK, Result, Row
+from benchmarks.harness.records import OK, Result
 from benchmarks.harness.truth import relative_l2
 from benchmarks.harness.worker import Worker
-from benchmarks.report import findings, names, pages, serving
-from benchmarks.report.drafts import drafts
 from benchmarks.serving import engines, rivals
 from benchmarks.serving.decode import APART, batch_of
 from benchmarks.serving.engines import VLLM, SGLang
@@ -34,7 +32,6 @@ from benchmarks.serving.workloads import (
     PoolPrefill,
 )
 from tests.host import serving_stand_ins as theirs
-from tests.host.made_up_runs import KERNELS, run_of
 from tests.host.rival_stand_ins import installed
 
 CPU = torch.device("cpu")
@@ -344,96 +341,3 @@ def test_work_of_prefill_counts_states_and_checkpoints():
     halves = replace(plain, pool="bfloat16")
     read = 64 - 21
     assert work_of(plain, 2).bytes - work_of(halves, 2).bytes == (read + 64) * state * 2
-
-
-# --- pages
-
-LABELS = {way.name: way.label for way in rivals.known()}
-
-
-def run_of_serving(workloads, times, **changes):
-    """A run in which each has the given times, in ms."""
-    rows = tuple(
-        Row(
-            name=w.name, family="gdn", kind=w.kind, heads="/".join(map(str, w.heads)),
-            layout=w.layout, tokens=w.tokens, what=w.what, flops=1e9, bytes=1e9, floor_ms=0.1,
-            results=tuple(
-                Result(name, OK, p20_ms=ms, p50_ms=ms, p80_ms=ms, eager_ms=2 * ms, graph=True)
-                for name, ms in times.items()
-            ),
-        )
-        for w in workloads
-    )  # fmt: skip
-    return run_of([], rows=rows, labels=LABELS, **changes)
-
-
-def test_a_record_has_sections_and_a_table_of_rivals():
-    decode = run_of_serving(DECODE, {"ours": 1.0, "vllm": 1.5, "flashinfer_gathers": 3.0})
-    times = {"ours": 1.4, "ours_step": 1.0, "vllm": 2.1}
-    verified = run_of_serving(DRAFTS, times, id="drafts")
-    text = "\n".join(serving.section([decode, verified], KERNELS))
-    assert "| a token of each sequence | vLLM's Triton                  |     20 |" in text
-    assert "1.50 x (1.50 to 1.50)" in text
-    assert "3.00 x (3.00 to 3.00)" in text
-    assert "2 drafts 1.40 times, 4 drafts 1.40 times" in text
-    assert "kernels changed since" not in text
-    assert "kernels changed since" in "\n".join(serving.section([decode], {}))
-    assert text in findings.page([decode, verified], KERNELS).replace("\n\n", "\n")
-    page = pages.records_page([decode, verified], "gdn", KERNELS)
-    assert page.index("## Serving: decoding in a pool") < page.index("## Serving: drafts")
-    assert "Verification takes, of a decode step" in page
-    assert drafts(decode) == ""
-
-
-def test_without_a_record_the_section_says_where_times_are():
-    heading, text = serving.section([], KERNELS)
-    assert heading == "## Serving"
-    assert text.startswith("No record yet: ")
-    assert "docs/notes/gdn-decoding.md" in text
-    assert text in findings.page([], KERNELS).replace("](notes", "](docs/notes")
-    assert "Serving:" not in pages.records_page([], "gdn", KERNELS)
-
-
-def test_shares_of_heads_have_a_table_and_change_no_other():
-    rows = SERVING["serving-parallel"]
-    shared = run_of_serving(rows, {"ours": 1.0, "vllm": 1.5, "sglang": 0.9}, id="shared")
-    usual = run_of_serving(EVERY_ROW, {"ours": 2.0, "vllm": 2.5}, id="usual")
-    text = serving.section([usual, shared], KERNELS)
-    assert (
-        text[:-2]
-        == serving.section([usual], KERNELS)
-        == serving.section([shared, usual], KERNELS)[:-2]
-    )
-    said, table = text[-2:]
-    assert said.endswith("NVIDIA H200, 2026-01-02, commit 0000000000.")
-    cells = [[x.strip() for x in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
-    assert [line[:3] for line in cells] == [
-        ["16/64", "1", "16/64"], ["16/64", "2", "8/32"], ["16/64", "4", "4/16"],
-        ["16/64", "8", "2/8"], ["16/32", "1", "16/32"], ["16/32", "2", "8/16"],
-        ["16/32", "4", "4/8"], ["16/32", "8", "2/4"],
-    ]  # fmt: skip
-    engines = ["1.50", "0.90 ▼"]
-    assert all(
-        line[3:] == ["1.00", "–", "–", "1.00", *engines, "–", "1.00", *engines] for line in cells
-    )
-    page = findings.page([usual, shared], KERNELS)
-    assert table in page
-    assert "- Gated delta net, prefill in a pool, serving under tensor parallelism: CUDA" in page
-    assert "## Serving under tensor parallelism" in pages.records_page([shared], "gdn", KERNELS)
-    alone = findings.page([shared], KERNELS)
-    assert table in alone
-    assert "prefill from and into a pool" not in alone
-
-
-def test_shares_of_heads_that_were_not_timed_have_dashes():
-    rows = SERVING["serving-parallel"]
-    run = run_of_serving(rows[:9], {"ours": 1.0, "vllm": 0.9})
-    lines = serving.parallel([run], KERNELS)[1].splitlines()[2:]
-    assert [line.count("  – |") for line in lines] == [5] * 3
-    lacking = replace(run, rows=tuple(row for row in run.rows if row.kind != "drafts"))
-    lines = serving.parallel([lacking], KERNELS)[1].splitlines()[2:]
-    assert [line.count("  – |") for line in lines] == [7] * 3
-
-
-def test_kinds_have_titles():
-    assert not [w.kind for w in EVERY_ROW if "alone" in names.title_of(w.kind)]

@@ -1,1 +1,0 @@
-"""Records as tables, figures and pages."""
