@@ -47,7 +47,6 @@ from typing import Any
 
 from . import chart, tables
 from .families import DEFAULT, QUICK, SETS
-from .gdn.ranks import KINDS
 from .gdn.workloads import Gdn
 from .harness import records
 from .harness.adapters import implementations, names_for
@@ -257,7 +256,7 @@ def _recover(path: Path) -> int:
         print(f"--recover {path}: {error}; need the FAMILY.json of --out", file=sys.stderr)
         return 2
     known = {w.name for of_set in SETS[run.family].values() for w in of_set}
-    if any(row.name not in known and row.kind not in KINDS.values() for row in run.rows):
+    if any(row.name not in known and row.kind not in records.RANKS.values() for row in run.rows):
         got, fix = "a run of your own shapes", "it stays where it is"
     elif any(of.id == run.id for of in records.load()):
         got, fix = f"{run.id}, which is on record", "there is nothing to do"

@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.gdn.inputs import gdn_inputs
+from benchmarks.gdn.problem import gdn_inputs
 from benchmarks.gdn.workloads import Gdn, parse_lengths
 from qla_kernels.gdn import plan as gdn_plan
 from qla_kernels.gdn import wide_plan

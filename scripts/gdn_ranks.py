@@ -31,7 +31,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import tables
-from benchmarks.gdn.ranks_timing import WrongResult, measured
+from benchmarks.gdn.ranks import WrongResult, measured
 from benchmarks.gdn.rivals import FLA
 from benchmarks.harness import records
 from benchmarks.harness.floor import Ceilings

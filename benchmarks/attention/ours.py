@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..harness.adapters import Call, Implementation, Outputs
-from . import layer
+from ..hybrid.layers import packed
+from ..hybrid.mixing import Attends
 from .problem import AttentionInputs, autograd_backward, outputs, recall
 from .workloads import WIDE, DecoderLayer, SharedPrompts, VerticalSlash
 
@@ -42,7 +43,7 @@ class OursDualKV(Ours):
             return torch.as_tensor(family.shared_prefix_attention(*qkv, layout))
 
         if isinstance(workload, DecoderLayer):
-            return layer.packed(workload, inputs, attend)
+            return packed(workload, inputs, Attends(attend))
         ops = importlib.import_module(f"{self.module}.ops")
         q, k, v, do = inputs[:4]
         scale = workload.head_dim**-0.5

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..harness.adapters import Call, Implementation, Outputs
+from ..hybrid.layers import whole
+from ..hybrid.mixing import Attends
 from .flex import FlexAttention
-from .layer import replicated
 from .ours import ATTENTION_ALONE, ours
 from .problem import AttentionInputs, AttentionWorkload, autograd_backward, outputs
 from .replicas import replicas
@@ -50,7 +51,7 @@ class FlashAttention4(Implementation):
         options = {"causal": True, "softmax_scale": workload.head_dim**-0.5, **spans}
         attend = partial(ops.flash_attn_varlen_func, return_lse=True, **options)
         if isinstance(workload, DecoderLayer):
-            return replicated(inputs, full, lambda *qkv: attend(*qkv)[0])
+            return whole(workload, inputs, lambda _: Attends(lambda *qkv: attend(*qkv)[0]))
         q, k, v = (x[full.source] for x in inputs[:3])
 
         def forward() -> Any:
@@ -222,7 +223,7 @@ class CudnnAttention(Implementation):
             return o.transpose(1, 2).flatten(0, 1)
 
         if isinstance(workload, DecoderLayer):
-            return replicated(inputs, full, attend)
+            return whole(workload, inputs, lambda _: Attends(attend))
         # with gradients, so that a forward keeps its log-sum-exp as everyone's does
         leaves = [x[full.source].requires_grad_() for x in inputs[:3]]
 

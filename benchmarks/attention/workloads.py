@@ -5,7 +5,7 @@ import random
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 from ..harness.workload import Direction, Heads, Lengths, Workload
 
@@ -99,13 +99,13 @@ class DecoderLayer(SharedPrompts):
     intermediate: int = 12288
 
     kind = "layer"
+    halves: ClassVar = ("full", "mlp")
+    gated: ClassVar = False  # its queries
+    theta: ClassVar = 1e6  # of the rotations, as published with the model
 
     @property
-    def parameters(self) -> int:
-        """Of the products; the norms' are few."""
-        kv_heads, heads = self.heads
-        of_attention = (2 * heads + 2 * kv_heads) * self.head_dim * self.hidden
-        return of_attention + 3 * self.hidden * self.intermediate
+    def rotated(self) -> int:
+        return self.head_dim
 
 
 LONG_PROMPTS: dict[str, tuple[Group, ...]] = {

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ..harness.adapters import Call, Implementation, Outputs
 from ..harness.timing import one_thread
-from .directions import decoding, low_level, through_autograd, two_functions
-from .inputs import GdnInputs
-from .ours import ours
+from .ours import decoding, low_level, ours, through_autograd, two_functions
+from .problem import GdnInputs
 from .workloads import KERNELS, Gdn
 
 NO_KERNEL = dict.fromkeys(KERNELS, "it has no kernel that does only this")
@@ -177,7 +176,7 @@ class Definition(Implementation):
 
 def known(family: str) -> list[Implementation]:
     rivals: list[Implementation] = [FlashQLA(), FlashInfer(), FLA()]
-    first, *serving = importlib.import_module("benchmarks.serving.rivals").known()
+    first, *serving = importlib.import_module("benchmarks.serving.engines").known()
     if torch.cuda.is_available():
         return [first, *ours()[1:], *rivals, *serving]
     # on a GPU the loop is 100,000 launches a row

@@ -8,22 +8,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..attention.layer import layer_inputs, layer_truth, layer_work
 from ..attention.problem import attention_inputs, attention_truth, attention_work
-from ..attention.workloads import DecoderLayer
+from ..attention.workloads import DecoderLayer, SharedPrompts, VerticalSlash
 from ..conv.problem import conv_inputs, conv_truth, conv_work
 from ..conv.workloads import Convolution
-from ..gdn.inputs import gdn_inputs
-from ..gdn.truth import gdn_truth
-from ..gdn.work import gdn_work
+from ..gdn.problem import gdn_inputs, gdn_truth, gdn_work
 from ..gdn.workloads import Gdn
-from ..hybrid.problem import hybrid_inputs, hybrid_truth, hybrid_work
+from ..hybrid.layers import layer_inputs, layer_truth, layer_work
 from ..hybrid.step import DecodeStep, step_inputs, step_truth, step_work
 from ..hybrid.workloads import HybridPart
 from ..model.problem import model_inputs, model_truth, model_work
 from ..model.workloads import ModelStep
-from ..serving.decode import decode_inputs, decode_truth, decode_work
-from ..serving.prefill import prefill_inputs, prefill_truth, prefill_work
+from ..serving.problem import (
+    decode_inputs,
+    decode_truth,
+    decode_work,
+    prefill_inputs,
+    prefill_truth,
+    prefill_work,
+)
 from ..serving.workloads import LayerStep, PoolDecode, PoolPrefill
 from .floor import Work
 from .truth import Truth
@@ -40,33 +43,28 @@ class Problem(NamedTuple):
 # Inputs, work and truth by kind of workload, and the input that all sets have in common: libraries
 # cache tables by the identity of cu_seqlens.
 Parts = tuple[Callable[..., Any], Callable[..., Work], Callable[..., Truth], str]
-GDN: Parts = gdn_inputs, gdn_work, gdn_truth, "cu_seqlens"
-CONV: Parts = conv_inputs, conv_work, conv_truth, "bounds"
-HYBRID: Parts = hybrid_inputs, hybrid_work, hybrid_truth, "weights"
-STEP: Parts = step_inputs, step_work, step_truth, "weights"
-PREFILL: Parts = prefill_inputs, prefill_work, prefill_truth, "cu_seqlens"
-DECODE: Parts = decode_inputs, decode_work, decode_truth, "weights"
-LAYER: Parts = layer_inputs, layer_work, layer_truth, "weights"
-MODEL: Parts = model_inputs, model_work, model_truth, "layers"
 ATTENTION: Parts = attention_inputs, attention_work, attention_truth, "visible"
-
-
-def _parts(workload: Any) -> Parts:
-    of_kind = {
-        Gdn: GDN, Convolution: CONV, HybridPart: HYBRID, DecoderLayer: LAYER, DecodeStep: STEP,
-        LayerStep: STEP, PoolPrefill: PREFILL, PoolDecode: DECODE, ModelStep: MODEL,
-    }  # fmt: skip
-    return of_kind.get(type(workload), ATTENTION)
+LAYER: Parts = layer_inputs, layer_work, layer_truth, "weights"
+STEP: Parts = step_inputs, step_work, step_truth, "weights"
+PARTS: dict[type, Parts] = {
+    Gdn: (gdn_inputs, gdn_work, gdn_truth, "cu_seqlens"),
+    Convolution: (conv_inputs, conv_work, conv_truth, "bounds"),
+    SharedPrompts: ATTENTION, VerticalSlash: ATTENTION, DecoderLayer: LAYER, HybridPart: LAYER,
+    DecodeStep: STEP, LayerStep: STEP,
+    PoolPrefill: (prefill_inputs, prefill_work, prefill_truth, "cu_seqlens"),
+    PoolDecode: (decode_inputs, decode_work, decode_truth, "weights"),
+    ModelStep: (model_inputs, model_work, model_truth, "layers"),
+}  # fmt: skip
 
 
 def work_of(workload: Any, element_size: int = 4) -> Work:
     """The counted work, without making inputs; by default in float32."""
-    return _parts(workload)[1](workload, element_size)
+    return PARTS[type(workload)][1](workload, element_size)
 
 
 def problem_of(workload: Any, device: torch.device, input_sets: int = 0) -> Problem:
     """`input_sets` 0 takes as many as outlast the L2 cache; without a GPU there is one."""
-    make, work, truth, common = _parts(workload)
+    make, work, truth, common = PARTS[type(workload)]
     dtype = getattr(torch, workload.dtype) if device.type == "cuda" else torch.float32
     make_set = partial(make, workload, device, dtype)
     first = make_set()
@@ -76,8 +74,9 @@ def problem_of(workload: Any, device: torch.device, input_sets: int = 0) -> Prob
         l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         input_sets = num_input_sets(num_bytes(first), l2_bytes)
     sets = [first, *others(first, common, make_set, input_sets - 1)]
-    counted = work(workload, dtype.itemsize)
-    return Problem(workload, dtype, sets, counted, partial(truth, workload, first))
+    return Problem(
+        workload, dtype, sets, work(workload, dtype.itemsize), partial(truth, workload, first)
+    )
 
 
 def others(first: Any, common: str, make: Callable[..., Any], count: int) -> list[Any]:

@@ -31,6 +31,7 @@ OK = "ok"
 # why a row has no time, as the tables say it
 MISSING, NOT_APPLICABLE, UNSUPPORTED = "missing", "not applicable", "unsupported"
 WRONG = "wrong"
+RANKS = {"fwd": "ranks_fwd", "both": "ranks_both"}  # kinds of rows over GPUs, by direction
 FAILED, MEMORY, TIME_LIMIT, DIED = "failed", "out of memory", "time limit", "died"
 # ours with a choice undone, and the day since which eager calls of these undo it
 VARIANTS = ("ours_train", "ours_whole", "ours_exact", "ours_kept", "ours_alone")

@@ -1,102 +1,89 @@
-"""The block over a packed tree, and over whole sequences by the same kernels."""
+"""The block over a packed tree and over whole sequences, and a step of decoding, by our kernels."""
 
 import importlib
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import rms_norm, silu
 
-from ..attention.workloads import Group
 from ..harness.adapters import Call, Implementation
-from . import step_ways
-from .problem import HybridInputs, most_tokens, packed, whole
-from .workloads import HybridPart
-
-
-class Attention:
-    """Ours, over groups of a prompt and its responses; tables are made before, once."""
-
-    def __init__(
-        self, groups: tuple[Group, ...], workload: HybridPart, device: torch.device
-    ) -> None:
-        self._dualkv = importlib.import_module("qla_kernels.dualkv")
-        self._layout = self._dualkv.SharedLayout.from_lengths(groups, device=device)
-        if device.type == "cuda":
-            kv_heads, heads = workload.heads
-            self._layout.prepare(heads, kv_heads, head_dim=workload.head_dim)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        o: Tensor = self._dualkv.shared_prefix_attention(q, k, v, self._layout)
-        return o
-
-
-class OverTree(Attention):
-    """Our functions over groups that share their prompts."""
-
-    def __init__(self, workload: HybridPart, device: torch.device) -> None:
-        super().__init__(workload.groups, workload, device)
-        self._hybrid = importlib.import_module("qla_kernels.hybrid")
-        self._hybrid.prepare_conv1d(self._layout, workload.width)
-        self._hybrid.prepare_gated_delta_rule(self._layout)
-
-    def convolve(self, x: Tensor, weight: Tensor) -> Tensor:
-        y: Tensor = self._hybrid.shared_prefix_conv1d(x, weight, None, self._layout, "silu")
-        return y
-
-    def delta(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        row = (x[None] for x in (q, k, v, g, beta))
-        rule = self._hybrid.shared_prefix_gated_delta_rule
-        o, _ = rule(*row, self._layout, use_qk_l2norm_in_kernel=True)
-        return torch.as_tensor(o.squeeze(0))  # o[0] has a gradient that is filled and copied
-
-
-class OverSequences(Attention):
-    """Our functions over sequences that share nothing, one behind the other."""
-
-    def __init__(
-        self, lengths: tuple[int, ...], workload: HybridPart, device: torch.device
-    ) -> None:
-        super().__init__(tuple((n, ()) for n in lengths), workload, device)
-        self._package = importlib.import_module("qla_kernels")
-        self._bounds_cpu = torch.tensor([0, *lengths]).cumsum(0).int()
-        self._bounds = self._bounds_cpu.to(device)
-
-    def convolve(self, x: Tensor, weight: Tensor) -> Tensor:
-        y: Tensor = self._package.causal_conv1d(x, weight, None, "silu", self._bounds)
-        return y
-
-    def delta(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        o, _ = self._package.chunk_gated_delta_rule(
-            *(x[None] for x in (q, k, v, g, beta)), use_qk_l2norm_in_kernel=True,
-            cu_seqlens=self._bounds, cu_seqlens_cpu=self._bounds_cpu,
-        )  # fmt: skip
-        return torch.as_tensor(o.squeeze(0))
+from .layers import LayerInputs, packed, whole_by_ours
+from .mixing import OverTree
+from .step import DecodeStep, StepInputs, gate_of
+from .workloads import PARTS, HybridPart
 
 
 class OursHybrid(Implementation):
     name, label, distribution = "ours", "ours", "qla-kernels"
-    lacks: ClassVar = {"decoding": "only trains"}
     module, needs_cuda = "qla_kernels.hybrid", False
+    lacks: ClassVar = {"decoding": "only trains"}
 
-    def prepare(self, workload: HybridPart, inputs: HybridInputs) -> Call:
+    def prepare(self, workload: HybridPart, inputs: LayerInputs) -> Call:
         return packed(workload, inputs, OverTree(workload, inputs.x.device))
 
 
-class Whole(Implementation):
-    """In passes, if a step of all sequences would not fit into the memory of the GPU."""
+class Whole(OursHybrid):
+    name, label = "whole", "whole sequences"
 
-    name, label, distribution = "whole", "whole sequences", "qla-kernels"
-    lacks: ClassVar = {"decoding": "only trains"}
-    module, needs_cuda = "qla_kernels.hybrid", False
+    def prepare(self, workload: HybridPart, inputs: LayerInputs) -> Call:
+        return whole_by_ours(workload, inputs)
 
-    def prepare(self, workload: HybridPart, inputs: HybridInputs) -> Call:
-        device = inputs.x.device
 
-        def mixing(lengths: tuple[int, ...]) -> OverSequences:
-            return OverSequences(lengths, workload, device)
+class OursStep(Implementation):
+    """`decode_gated_delta_net`, of two launches, on pools in which sequence n has slot n."""
 
-        return whole(workload, inputs, mixing, most_tokens(device))
+    name, label, distribution = "ours_step", "ours", "qla-kernels"
+    module, needs_cuda = "qla_kernels", False
+    lacks = dict.fromkeys(PARTS, "only decodes")
+
+    def prepare(self, workload: DecodeStep, inputs: StepInputs) -> Call:
+        package, (a, b) = importlib.import_module(self.module), inputs.gates.unbind(1)
+        taps, A_log, dt_bias, weight = inputs.weights
+        rows, z = inputs.rows[:, : workload.channels], gate_of(workload, inputs)
+        states, last = inputs.states.clone(), inputs.last.clone().mT
+        slots = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+        rule = a, b, A_log, dt_bias, states, slots
+
+        def run() -> Tensor:
+            return torch.as_tensor(
+                self.step(package, rows, rule, (last, taps, None, "silu"), z, weight)
+            )
+
+        # a view of y, but no view of the pool: the harness overwrites results with NaN
+        return Call(run, lambda y: {"o": y.transpose(0, 1), "ht": states.clone()}, lambda: run)
+
+    def step(
+        self, package: Any, rows: Tensor, rule: Any, convolution: Any, z: Tensor, weight: Tensor
+    ) -> Any:
+        """Returns y [N, 1, HV, V]."""
+        return package.decode_gated_delta_net(rows, *rule, *convolution, z=z, norm_weight=weight)
+
+
+class OursTwoCalls(OursStep):
+    """The same two launches by two calls: states are loaded after the convolution."""
+
+    name, label = "ours_step_two", "ours, two calls"
+
+    def step(
+        self, package: Any, rows: Tensor, rule: Any, convolution: Any, z: Tensor, weight: Tensor
+    ) -> Any:
+        rows = package.causal_conv1d_update(rows, *convolution, rule[-1])
+        return package.packed_decode_gated_delta_rule(rows, *rule, z=z, norm_weight=weight)
+
+
+class OursApart(OursStep):
+    """Convolution and rule by us, norm and gate by torch, in launches of its own."""
+
+    name, label = "ours_step_apart", "ours, torch's norm"
+
+    def step(
+        self, package: Any, rows: Tensor, rule: Any, convolution: Any, z: Tensor, weight: Tensor
+    ) -> Any:
+        rows = package.causal_conv1d_update(rows, *convolution, rule[-1])
+        o = package.packed_decode_gated_delta_rule(rows, *rule)
+        return rms_norm(o, weight.shape, weight, 1e-6) * silu(z).unsqueeze(1)
 
 
 def known(family: str) -> list[Implementation]:
-    return [OursHybrid(), Whole(), *step_ways.known()]
+    return [OursHybrid(), Whole(), OursStep(), OursTwoCalls(), OursApart()]

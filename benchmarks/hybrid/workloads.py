@@ -40,6 +40,8 @@ class HybridPart(SharedPrompts):
 
     family = "hybrid"
     width: ClassVar = 4  # of the convolution
+    gated: ClassVar = True  # the queries of attention
+    theta: ClassVar = 1e7  # of the rotations, as published with the models
 
     @property
     def kind(self) -> str:

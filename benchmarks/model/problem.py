@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from ..gdn.work import gdn_work
+from ..gdn.problem import gdn_work
 from ..gdn.workloads import Gdn
 from ..harness.adapters import Call, Outputs
 from ..harness.floor import Work

@@ -6,13 +6,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..harness.adapters import Call
+from ..harness.adapters import Call, Implementation
 from ..hybrid.step import StepInputs, gate_of
 from . import engine_functions
-from .decode import DecodeInputs, batch_of
 from .engine_functions import CONVOLUTIONS, DRAFTS, PACKED, function
-from .ours import Drafted, Serves
-from .pool import from_minus_one
+from .flashinfer import FlashInferGathers, FlashInferPool
+from .ours import Drafted, OursOneToken, OursServing, OursTwo, Serves
+from .problem import DecodeInputs, batch_of, from_minus_one
 from .workloads import LayerStep, PoolDecode
 
 
@@ -143,3 +143,9 @@ class SGLang(_Engine):
             return {**batch.results(o), "ht": buffer[:live].flatten(0, 1)}
 
         return Call(run, collect, lambda: run)
+
+
+def known() -> list[Implementation]:
+    """Who is timed on pools of states."""
+    others = OursOneToken(), OursTwo(), FlashInferGathers(), FlashInferPool(), VLLM(), SGLang()
+    return [OursServing(), *others]

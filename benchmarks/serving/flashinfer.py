@@ -14,10 +14,16 @@ import torch
 from torch import Tensor
 
 from ..harness.adapters import Call, describe
-from .decode import DecodeInputs, batch_of
 from .ours import Drafted, Serves, checkpoints_of, paged, prefill_results
-from .pool import from_minus_one, pool_of, shuffled
-from .prefill import PrefillInputs, slots_of
+from .problem import (
+    DecodeInputs,
+    PrefillInputs,
+    batch_of,
+    from_minus_one,
+    pool_of,
+    shuffled,
+    slots_of,
+)
 from .workloads import PoolDecode, PoolPrefill
 
 PREFILL, DECODE = "flashinfer.gdn_prefill", "flashinfer.gdn_decode"

@@ -8,10 +8,8 @@ from torch import Tensor
 
 from ..gdn.ours import Ours
 from ..harness.adapters import Call, Implementation
-from ..hybrid.step_ways import OursStep, OursTwoCalls
-from .decode import Batch, DecodeInputs, batch_of
-from .pool import pool_of
-from .prefill import PrefillInputs, Slots, slots_of
+from ..hybrid.rivals import OursStep, OursTwoCalls
+from .problem import Batch, DecodeInputs, PrefillInputs, Slots, batch_of, pool_of, slots_of
 from .workloads import LayerStep, PoolDecode, PoolPrefill
 
 FLAGS: dict[str, Any] = {

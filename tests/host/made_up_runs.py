@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.gdn.work import gdn_work
+from benchmarks.gdn.problem import gdn_work
 from benchmarks.gdn.workloads import GDN, Gdn
 from benchmarks.harness.floor import Ceilings
 from benchmarks.harness.records import (

@@ -6,10 +6,9 @@ import torch
 from benchmarks.attention import rivals as attention_rivals
 from benchmarks.gdn import ours as ours_gdn
 from benchmarks.gdn import rivals as gdn_rivals
-from benchmarks.gdn.inputs import gdn_inputs
 from benchmarks.gdn.ours import Ours
+from benchmarks.gdn.problem import gdn_inputs, gdn_truth
 from benchmarks.gdn.rivals import FLA, Definition, FlashInfer, FlashQLA
-from benchmarks.gdn.truth import gdn_truth
 from benchmarks.gdn.workloads import Gdn
 from benchmarks.harness.adapters import INSTALLING, implementations
 from benchmarks.serving import engine_functions

@@ -12,7 +12,6 @@ from benchmarks import sm90
 from benchmarks.attention import problem
 from benchmarks.attention import rivals as adapters
 from benchmarks.attention.flex import FlexAttention, block_mask
-from benchmarks.attention.layer import layer_inputs, layer_truth, layer_work
 from benchmarks.attention.ours import OursDualKV, OursDualKVRepeatable, OursSparse
 from benchmarks.attention.problem import attention_inputs, attention_truth
 from benchmarks.attention.replicas import replicas
@@ -29,6 +28,7 @@ from benchmarks.harness.messages import Options
 from benchmarks.harness.problems import problem_of
 from benchmarks.harness.records import OK, Result
 from benchmarks.harness.worker import Worker
+from benchmarks.hybrid.layers import layer_inputs, layer_truth, layer_work
 from tests.host import rival_stand_ins as rivals
 
 CPU = torch.device("cpu")
@@ -179,7 +179,8 @@ def layer_verdict(implementation, workload):
     assert implementation.inapplicable(workload) is None
     call = implementation.prepare(workload, inputs)
     verdict = layer_truth(workload, inputs).judge(call.collect(call.run()), torch.float32)
-    assert set(verdict.errors) >= {"y", "dx", "dw.q_proj", "dw.q_norm", "dw.down_proj"}
+    names = ("0.full.q_proj", "0.full.q_norm", "1.mlp.down_proj")
+    assert set(verdict.errors) >= {"y", "dx", *(f"dw.{name}" for name in names)}
     assert len(verdict.errors) == 13
     return verdict
 
@@ -196,7 +197,7 @@ def test_a_layer_packed_is_every_sequence_alone(cudnn):
 def test_a_layer_with_positions_that_do_not_restart_is_wrong(monkeypatch):
     ends = replicas(SMALL, CPU)
     one_after_the_other = ends._replace(position=torch.arange(len(ends.position)))
-    monkeypatch.setattr("benchmarks.attention.layer.replicas", lambda *_: one_after_the_other)
+    monkeypatch.setattr("benchmarks.hybrid.layers.replicas", lambda *_: one_after_the_other)
     inputs = layer_inputs(SMALL, CPU, torch.float32)
     call = OursDualKV().prepare(SMALL, inputs)
     monkeypatch.undo()
@@ -223,12 +224,12 @@ def test_the_others_leave_layers_alone():
 def test_the_layer_is_qwen3_8b_and_its_work_is_counted():
     layer = DUALKV["layer"][0]
     assert layer.name == "dualkv-layer-8x32-A"
-    assert layer.parameters == 4096 * (32 + 8 + 8 + 32) * 128 + 3 * 4096 * 12288
+    parameters = 4096 * (32 + 8 + 8 + 32) * 128 + 3 * 4096 * 12288
     work = layer_work(layer, 2)
-    assert work.flops == 6 * layer.parameters * 61440 + 7 * 2 * layer.pairs * 128 * 32
+    assert work.flops == 6 * parameters * 61440 + 7 * 2 * layer.pairs * 128 * 32
     problem = problem_of(SMALL, CPU)
     assert problem.work == layer_work(SMALL, 4)
-    sets = [problem_of(SMALL, CPU).inputs[0].weights.q_proj for _ in range(2)]
+    sets = [problem_of(SMALL, CPU).inputs[0].weights[0].q_proj for _ in range(2)]
     assert torch.equal(*sets)
 
 

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from benchmarks.gdn.inputs import gdn_inputs
 from benchmarks.gdn.ours import Ours, OursPool, OursTraining
+from benchmarks.gdn.problem import gdn_inputs, gdn_truth
 from benchmarks.gdn.rivals import FLA, Definition, FlashInfer, FlashQLA
-from benchmarks.gdn.truth import gdn_truth
 from benchmarks.gdn.workloads import GDN, Gdn
 from reference import gdn
 from tests.host.rival_stand_ins import installed

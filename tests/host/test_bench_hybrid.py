@@ -13,8 +13,8 @@ from benchmarks.harness.problems import problem_of
 from benchmarks.harness.records import NOT_APPLICABLE, OK, Result
 from benchmarks.harness.truth import Truth
 from benchmarks.harness.worker import Worker
-from benchmarks.hybrid import rivals, step_ways
-from benchmarks.hybrid.problem import hybrid_inputs, hybrid_truth, hybrid_work, passes
+from benchmarks.hybrid import layers, mixing, rivals
+from benchmarks.hybrid.layers import layer_inputs, layer_truth, layer_work, passes
 from benchmarks.hybrid.rivals import OursHybrid, Whole
 from benchmarks.hybrid.workloads import HYBRID, PARTS, SHAPES, HybridPart
 
@@ -24,9 +24,9 @@ SMALL = HybridPart("test", GROUPS).reduced(1)
 
 
 def verdict_of(implementation, workload):
-    inputs = hybrid_inputs(workload, CPU, torch.float32)
+    inputs = layer_inputs(workload, CPU, torch.float32)
     call = implementation.prepare(workload, inputs)
-    return hybrid_truth(workload, inputs).judge(call.collect(call.run()), torch.float32)
+    return layer_truth(workload, inputs).judge(call.collect(call.run()), torch.float32)
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -43,7 +43,7 @@ def test_packed_and_whole_are_every_sequence_alone(part):
 
 @pytest.mark.parametrize("most", [90, 1])
 def test_passes_add_up(most, monkeypatch):
-    monkeypatch.setattr(rivals, "most_tokens", lambda device: most)
+    monkeypatch.setattr(layers, "most_tokens", lambda device: most)
     assert verdict_of(Whole(), SMALL).complaint is None
 
 
@@ -54,12 +54,12 @@ def test_passes_are_as_few_as_the_memory_allows():
     assert len(passes(full, 1)) == 28
 
 
-class Forgets(rivals.OverTree):
+class Forgets(mixing.OverTree):
     """Responses that do not continue from their prompt, in the convolution alone."""
 
     def convolve(self, x, weight):
         bounds = torch.tensor([0, 70, 73, 82, 83, 85, 90, 96], dtype=torch.int32)
-        return rivals.importlib.import_module("qla_kernels").causal_conv1d(
+        return mixing.importlib.import_module("qla_kernels").causal_conv1d(
             x, weight, None, "silu", bounds
         )
 
@@ -87,7 +87,7 @@ def test_the_worker_times_steps_without_a_graph():
 
 def test_the_work_of_a_block_is_that_of_its_parts():
     whole, mixers, linear, full, mlp = (
-        hybrid_work(HybridPart("A", SHAPES["8x16384+2048"], part=part), 2).flops
+        layer_work(HybridPart("A", SHAPES["8x16384+2048"], part=part), 2).flops
         for part in ("block", "mixers", "linear", "full", "mlp")
     )
     assert mixers == 3 * linear + full
@@ -95,7 +95,7 @@ def test_the_work_of_a_block_is_that_of_its_parts():
     block = HYBRID["block"][0]
     assert (block.tokens, block.whole_tokens) == (32768, 147456)
     assert mlp == 6 * 3 * 2048 * 6144 * block.tokens
-    assert problem_of(SMALL, CPU).work == hybrid_work(SMALL, 4)
+    assert problem_of(SMALL, CPU).work == layer_work(SMALL, 4)
 
 
 def test_the_command_shortens_it_without_a_gpu(tmp_path, capsys):
@@ -109,5 +109,5 @@ def test_the_command_shortens_it_without_a_gpu(tmp_path, capsys):
     (found,) = json.loads((tmp_path / "hybrid.json").read_text())["rows"]
     assert (found["layout"], found["kind"]) == ("16x8192+1024/64", "linear")
     statuses = {r["implementation"]: r["status"] for r in found["results"]}
-    steps = {way.name for way in step_ways.known()}
+    steps = {way.name for way in rivals.known("hybrid")[2:]}
     assert statuses == {"ours": OK, "whole": OK, **dict.fromkeys(steps, NOT_APPLICABLE)}

@@ -5,13 +5,13 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import sm90, tables
-from benchmarks.gdn import ranks_timing
-from benchmarks.gdn.ranks import KINDS, over_ranks
+from benchmarks.gdn import ranks
 from benchmarks.gdn.workloads import Gdn
 from benchmarks.harness import records
 from benchmarks.harness.floor import Ceilings
@@ -42,10 +42,10 @@ def run_of_ranks(rules=(QWEN,), world=2, fla=9.0, **changes):
     """A run in which ours takes 1 ms forward and 4 in both directions, FLA a multiple of it."""
     rows = []
     for rule in rules:
-        for of in over_ranks(rule, world, ("contiguous", "zigzag")):
-            ms = 1.0 if of.rule.direction == "fwd" else 4.0
+        for direction, ms in (("fwd", 1.0), ("both", 4.0)):
             found = [result("ours", ms, ms / 2), *([result("fla", fla * ms)] if fla else [])]
-            rows.append(of.row(CEILINGS, found))
+            of = replace(rule, direction=direction)
+            rows += [ranks.row_of(of, world, x, CEILINGS, found) for x in ("contiguous", "zigzag")]
     labels = {"ours": "ours", **({"fla": "FLA"} if fla else {})}
     command = "torchrun --nproc-per-node 2 scripts/gdn_ranks.py"
     values = {"id": "ranks", "labels": labels, "command": command, **H100, **changes}
@@ -151,14 +151,14 @@ def test_shapes_are_asked_for_as_everywhere(script):
 
 def test_a_library_that_fails_or_is_wrong_is_not_timed(monkeypatch):
     """Ours is timed all the same: every rank hears that one failed."""
-    monkeypatch.setattr(ranks_timing.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(ranks.dist, "get_world_size", lambda: 2)
 
     def attempted(step, other=("", OK)):
         def gather(found, mine):
             found[:] = [mine, other]
 
-        monkeypatch.setattr(ranks_timing.dist, "all_gather_object", gather)
-        return ranks_timing.attempted("fla", step)
+        monkeypatch.setattr(ranks.dist, "all_gather_object", gather)
+        return ranks.attempted("fla", step)
 
     def failing(error):
         raise error
@@ -170,15 +170,15 @@ def test_a_library_that_fails_or_is_wrong_is_not_timed(monkeypatch):
         attempted(lambda: failing(Unsupported("op", "K is 7", "need 64")))[1].status == UNSUPPORTED
     )
     assert attempted(lambda: 3, ("elsewhere", FAILED)) == (None, Result("fla", FAILED, "elsewhere"))
-    judged = ranks_timing.judged("fla", {"o": 1e-3, "dq": float("nan"), "dk": 0.5})
+    judged = ranks.judged("fla", {"o": 1e-3, "dq": float("nan"), "dk": 0.5})
     assert (judged.status, judged.errors["dq"]) == (WRONG, None)
     assert judged.detail == "dq is off by nan, dk is off by 5.0e-01"
-    assert ranks_timing.judged("fla", {"o": 1e-3}).status == OK
+    assert ranks.judged("fla", {"o": 1e-3}).status == OK
 
 
 def test_rows_of_ranks_have_a_table_and_can_be_recovered(tmp_path, monkeypatch):
     run = run_of_ranks()
-    assert {row.kind for row in run.rows} == {*KINDS.values()}
+    assert {row.kind for row in run.rows} == {*records.RANKS.values()}
     pairs = tables.newest([run], "ranks")
     assert {pair.theirs / pair.ours for pair in pairs} == {9.0}
     assert {pair.row.name for pair in pairs} == {row.name for row in run.rows}

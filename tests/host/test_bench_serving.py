@@ -11,15 +11,15 @@ from benchmarks.gdn.rivals import FLA, Definition, FlashQLA
 from benchmarks.gdn.workloads import GDN
 from benchmarks.harness.adapters import implementations, names_for
 from benchmarks.harness.messages import Options
-from benchmarks.harness.problems import _parts, problem_of, work_of
+from benchmarks.harness.problems import PARTS, problem_of, work_of
 from benchmarks.harness.records import OK, Result
 from benchmarks.harness.truth import relative_l2
 from benchmarks.harness.worker import Worker
-from benchmarks.serving import engines, rivals
-from benchmarks.serving.decode import APART, batch_of
+from benchmarks.serving import engines
 from benchmarks.serving.engines import VLLM, SGLang
 from benchmarks.serving.flashinfer import FlashInferGathers, FlashInferPool
 from benchmarks.serving.ours import OursOneToken, OursServing, OursTwo
+from benchmarks.serving.problem import APART, batch_of
 from benchmarks.serving.workloads import (
     DECODE,
     DRAFTS,
@@ -46,7 +46,7 @@ LAYER = LayerStep((2, 4), 3, 16)
 
 def verdict_of(implementation, workload, dtype=torch.float32, calls=1):
     assert implementation.inapplicable(workload) is None
-    make, _, truth_of, _ = _parts(workload)
+    make, _, truth_of, _ = PARTS[type(workload)]
     inputs = make(workload, CPU, dtype)
     call = implementation.prepare(workload, inputs)
     for _ in range(calls):
@@ -59,7 +59,7 @@ def verdict_of(implementation, workload, dtype=torch.float32, calls=1):
 
 
 def truth_of(workload, inputs):
-    return _parts(workload)[2](workload, inputs)
+    return PARTS[type(workload)][2](workload, inputs)
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def everyone(monkeypatch):
 
 
 def ways(workload):
-    return [i for i in rivals.known() if i.inapplicable(workload) is None]
+    return [i for i in engines.known() if i.inapplicable(workload) is None]
 
 
 ROWS = pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_the_state_of_a_step_stays_in_bf16(everyone):
     its result.
     """
     for way in ways(LAYER):
-        call = way.prepare(LAYER, _parts(LAYER)[0](LAYER, CPU, torch.bfloat16))
+        call = way.prepare(LAYER, PARTS[type(LAYER)][0](LAYER, CPU, torch.bfloat16))
         _, second, third = (call.collect(call.run())["o"].clone() for _ in range(3))
         assert relative_l2(third, second) < 1e-4, way.name  # a tenth of what a replay may be off
 
@@ -270,7 +270,7 @@ def test_who_serves_says_so():
     }  # fmt: skip
     for other in (FlashQLA(), FLA(), Definition(), OursTraining(), OursPool()):
         assert other.inapplicable(DECODE[0]) is not None
-    for way in rivals.known()[1:]:
+    for way in engines.known()[1:]:
         assert way.inapplicable(GDN["decode"][0]) is not None
 
 

@@ -7,9 +7,9 @@ from benchmarks.harness.messages import Options
 from benchmarks.harness.problems import problem_of
 from benchmarks.harness.records import OK, Result
 from benchmarks.harness.worker import Worker
-from benchmarks.hybrid import rivals, step_ways
+from benchmarks.hybrid import rivals
+from benchmarks.hybrid.rivals import OursApart, OursStep, OursTwoCalls
 from benchmarks.hybrid.step import STEPS, DecodeStep, step_inputs, step_truth, step_work
-from benchmarks.hybrid.step_ways import OursApart, OursStep, OursTwoCalls
 
 CPU = torch.device("cpu")
 SMALL = DecodeStep((2, 4), 3, 16)
@@ -81,8 +81,8 @@ def test_who_does_not_decode_says_so():
 
 def test_the_worker_times_steps():
     said = []
-    worker = Worker(said.append, step_ways.known())
-    names = [way.name for way in step_ways.known()]
+    worker = Worker(said.append, rivals.known("hybrid")[2:])
+    names = [way.name for way in rivals.known("hybrid")[2:]]
     assert worker.row(SMALL, names, Options(rounds=1, burst_s=0.0))
     results = [m for m in said if isinstance(m, Result)]
     assert [r.status for r in results] == [OK] * 3, results

@@ -7,8 +7,7 @@ import torch
 
 from benchmarks.attention.problem import attention_work
 from benchmarks.attention.workloads import DUALKV, SPARSE_RING, VerticalSlash
-from benchmarks.gdn.inputs import gdn_inputs
-from benchmarks.gdn.work import gdn_work
+from benchmarks.gdn.problem import gdn_inputs, gdn_work
 from benchmarks.gdn.workloads import (
     BACKWARD_HEADS,
     FORWARD_LENGTHS,

@@ -28,17 +28,17 @@ from benchmarks.attention.workloads import DUALKV, SPARSE_RING
 from benchmarks.conv.problem import conv_inputs
 from benchmarks.conv.workloads import CONV, Convolution
 from benchmarks.gdn import ours as gdn_ours
-from benchmarks.gdn.directions import through_autograd
-from benchmarks.gdn.inputs import gdn_inputs
+from benchmarks.gdn.ours import through_autograd
+from benchmarks.gdn.problem import gdn_inputs
 from benchmarks.gdn.workloads import GDN, Gdn
 from benchmarks.harness.workload import Direction
 from benchmarks.hybrid import step
-from benchmarks.hybrid.rivals import OverSequences, OverTree
-from benchmarks.hybrid.step_ways import OursStep
+from benchmarks.hybrid.mixing import OverSequences, OverTree
+from benchmarks.hybrid.rivals import OursStep
 from benchmarks.hybrid.workloads import HYBRID, HybridPart
-from benchmarks.serving import decode, pool
 from benchmarks.serving import ours as serving_ours
-from benchmarks.serving.prefill import prefill_inputs
+from benchmarks.serving import problem as serving_problem
+from benchmarks.serving.problem import prefill_inputs
 from benchmarks.serving.workloads import EVERY_ROW, PoolDecode, PoolPrefill
 from qla_kernels import (
     causal_conv1d,
@@ -165,7 +165,7 @@ def _dense(w: Gdn) -> Run:
 
 
 def serving() -> Iterator[Kind]:
-    makes = {PoolPrefill: prefill_inputs, PoolDecode: decode.decode_inputs}
+    makes = {PoolPrefill: prefill_inputs, PoolDecode: serving_problem.decode_inputs}
     for w in EVERY_ROW:
         make = makes.get(type(w), step.step_inputs)
         yield w.name, partial(of_adapter, serving_ours.OursServing(), make, w)
