@@ -31,44 +31,31 @@ Samples = dict[str, list[float]]
 PACKAGES = ("qla_kernels", "benchmarks")  # of a checkout
 
 
-def served() -> None:
+def serve() -> None:
     """The process of one checkout: takes a row or a measure a line, answers in JSON."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
-    serve = Served()
+    served = Served()
     for line in sys.stdin:
         what, *arguments = json.loads(line)
         try:
-            answer = {"found": getattr(serve, what)(*arguments)}
+            answer = {"value": getattr(served, what)(*arguments)}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"[:300]}
         print(json.dumps(answer), file=answers, flush=True)
-
-
-def module_of(*places: str) -> Any:
-    """The first of these modules of `benchmarks` that this checkout has; older ones lie flat."""
-    *newer, oldest = places
-    for place in newer:
-        try:
-            return importlib.import_module(f"benchmarks.{place}")
-        except ModuleNotFoundError as error:
-            if not f"benchmarks.{place}".startswith(str(error.name)):
-                raise  # it is here, and lacks something
-    return importlib.import_module(f"benchmarks.{oldest}")
 
 
 def described(workload: Any) -> tuple[str, str, dict[str, Any]]:
     """Module, class, and the fields that are not as by default: what `made` takes."""
     values = {field: getattr(workload, field.name) for field in dataclasses.fields(workload)}
     changed = {field.name: x for field, x in values.items() if x != field.default}
-    return type(workload).__module__.removeprefix("benchmarks."), type(workload).__name__, changed
+    return type(workload).__module__, type(workload).__name__, changed
 
 
 def made(module: str, name: str, fields: dict[str, Any]) -> Any:
     """The workload by this checkout's class, or a TypeError where that lacks a field."""
-    family = module.partition(".")[0]
-    place = module_of(module, "workloads" if family == "gdn" else f"workloads_{family}")
-    return getattr(place, name)(**{field: _tuples(x) for field, x in fields.items()})
+    kind = getattr(importlib.import_module(module), name)
+    return kind(**{field: _tuples(x) for field, x in fields.items()})
 
 
 def _tuples(x: Any) -> Any:
@@ -85,24 +72,22 @@ class Served:
         torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
         self._few = torch.randn(8, device="cuda")
 
-    def row(self, module: str, name: str, fields: dict[str, Any]) -> None:
+    def row(self, *workload: Any) -> None:
         import torch
 
-        adapters = module_of("harness.adapters", "baselines")
-        problems = module_of("harness.problems", "problems")
-        timing = module_of("harness.timing", "timing")
+        from benchmarks.harness import adapters, problems, timing
+
         self._graphs = self._eager = self._problem = None
         torch.cuda.empty_cache()
-        workload = made(module, name, fields)
-        (ours,) = adapters.implementations(workload.family, ["ours"])
-        self._problem = problems.problem_of(workload, torch.device("cuda"))
-        calls = [ours.prepare(workload, inputs) for inputs in self._problem.inputs]
+        of = made(*workload)
+        (ours,) = adapters.implementations(of.family, ["ours"])
+        self._problem = problems.problem_of(of, torch.device("cuda"))
+        calls = [ours.prepare(of, inputs) for inputs in self._problem.inputs]
         verdict = self._problem.truth().judge(calls[0].collect(calls[0].run()), self._problem.dtype)
         if verdict.complaint:
             raise ValueError(verdict.complaint)
         self._graphs = timing.GraphTimer([call.run for call in calls])
-        eager = calls[0].eager
-        self._eager = eager and eager()
+        self._eager = calls[0].eager and calls[0].eager()
 
     def graph(self, seconds: float) -> Samples:
         assert self._graphs is not None
@@ -110,26 +95,15 @@ class Served:
 
     def eager(self, count: int) -> Samples:
         """Wall time of an eager call among `count`, the host's share, and an addition's."""
-        found: Samples = {}
+        from benchmarks.harness.timing import _in_a_row
+
+        samples: Samples = {}
         for name, run in (("eager", self._eager), ("add", lambda: self._few + 1)):
             if run is not None:
-                wall, host = eager_times(run, count)
-                found |= {name: [wall], f"{name} host": [host]}
-        return found
-
-
-def eager_times(run: Any, count: int) -> tuple[float, float]:
-    """Seconds of one of `count` calls: until all have run, and until the last is queued."""
-    import torch
-
-    run()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(count):
-        run()
-    queued = time.perf_counter() - start
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) / count, queued / count
+                run()
+                wall, host = _in_a_row(run, count)
+                samples |= {name: [wall], f"{name} host": [host]}
+        return samples
 
 
 class Checkout:
@@ -137,42 +111,34 @@ class Checkout:
 
     def __init__(self, folder: Path) -> None:
         folder = folder.resolve()
+        path = f"{folder}:{os.environ.get('PYTHONPATH', '')}"
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), "--serve"],
-            cwd=folder,
-            env=os.environ | {"PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+            [sys.executable, str(Path(__file__).resolve()), "--serve"], cwd=folder, text=True,
+            env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
 
-    def send(self, *message: Any) -> None:
-        assert self._process.stdin is not None
+    def ask(self, *message: Any) -> Any:
+        assert self._process.stdin is not None, "it is a pipe"
+        assert self._process.stdout is not None, "it is a pipe"
         print(json.dumps(message), file=self._process.stdin, flush=True)
-
-    def receive(self) -> Any:
-        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"the process ended: {self._process.wait()}")
         answer = json.loads(line)
         if "error" in answer:
             raise RuntimeError(answer["error"])
-        return answer.get("found")
-
-    def ask(self, *message: Any) -> Any:
-        self.send(*message)
-        return self.receive()
+        return answer["value"]
 
 
 def rows(options: argparse.Namespace) -> list[Any]:
     """Workloads of the sets and of the families selected. Raises ValueError; the text says why."""
+    from benchmarks.families import SETS
     from benchmarks.harness.own_shapes import asked, own_shapes
-    from benchmarks.sm90 import SETS, select
+    from benchmarks.sm90 import select
 
     if asked(options).given and all(":" in selection for selection in options.selections):
         raise ValueError("--heads, --lengths or the like of a set; need FAMILY without a set")
-    found: list[Any] = []
+    workloads: list[Any] = []
     for selection in options.selections:
         family, _, name = selection.partition(":")
         sets = SETS.get(family, {})
@@ -180,11 +146,11 @@ def rows(options: argparse.Namespace) -> list[Any]:
         if not own and name not in sets:
             known = f"one of {sorted(sets)}" if sets else f"a family of {sorted(SETS)}"
             raise ValueError(f"{selection}; need FAMILY:SET, or FAMILY and --lengths; {known}")
-        given = {"family": family, "set": [name], "own": own, "quick": False}
-        found += select(argparse.Namespace(**vars(options), **given))
-    if not found:
+        more = {"family": family, "set": [name], "own": own, "quick": False}
+        workloads += select(argparse.Namespace(**vars(options), **more))
+    if not workloads:
         raise ValueError(f"--only {options.only} and --direction leave no workload")
-    return found
+    return workloads
 
 
 def lacking(*folders: Path) -> str | None:
@@ -202,27 +168,30 @@ def lacking(*folders: Path) -> str | None:
 
 def compare(before: Checkout, after: Checkout, options: argparse.Namespace) -> dict[str, Samples]:
     """Samples of the row that both processes hold, in bursts that alternate."""
-    found: dict[str, Samples] = {"before": {}, "after": {}}
+    samples: dict[str, Samples] = {"before": {}, "after": {}}
     sides = [("before", before), ("after", after)]
     for i in range(options.rounds):
         for side, checkout in sides if i % 2 else sides[::-1]:
             time.sleep(options.idle)
             burst = checkout.ask("graph", options.burst)
-            found[side].setdefault("burst", []).append(median(burst["graph"]))
+            burst["burst"] = [median(burst["graph"])]
             if options.eager:
                 burst |= checkout.ask("eager", options.eager)
-            for name, samples in burst.items():
-                found[side].setdefault(name, []).extend(samples)
-    return found
+            for name, values in burst.items():
+                samples[side].setdefault(name, []).extend(values)
+    return samples
 
 
-def line(name: str, found: dict[str, Samples]) -> str:
-    before, after = found["before"], found["after"]
-    ratios = [b / a for b, a in zip(before["burst"], after["burst"], strict=True)]
-    low, middle, high = quantiles(ratios, n=4, method="inclusive")
-    p50 = [1e3 * median(side["graph"]) for side in (before, after)]
+def ratios(samples: dict[str, Samples]) -> list[float]:
+    pairs = zip(samples["before"]["burst"], samples["after"]["burst"], strict=True)
+    return [before / after for before, after in pairs]
+
+
+def line(name: str, samples: dict[str, Samples]) -> str:
+    low, middle, high = quantiles(ratios(samples), n=4, method="inclusive")
+    p50 = [1e3 * median(side["graph"]) for side in samples.values()]
     said = f"{name:44} {p50[0]:8.4f} {p50[1]:8.4f} {middle:7.4f} [{low:.4f} {high:.4f}]"
-    for side in (before, after):
+    for side in samples.values():
         if "eager" in side:
             wall = [1e3 * x for x in quantiles(side["eager"], n=10, method="inclusive")]
             host, add = (median(side[k]) for k in ("eager host", "add host"))
@@ -234,14 +203,12 @@ def line(name: str, found: dict[str, Samples]) -> str:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     from benchmarks.harness.own_shapes import add_options
 
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.revisions",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    plain = argparse.RawDescriptionHelpFormatter
+    program = "python -m benchmarks.revisions"
+    parser = argparse.ArgumentParser(program, None, __doc__, formatter_class=plain)
     add = parser.add_argument
     add("before", type=Path, help="a checkout")
-    said = "sets of docs/records/README.md, or families of your own shapes"
+    said = "sets that benchmarks.sm90 --help lists, or families of your own shapes"
     add("selections", nargs="+", metavar="FAMILY[:SET]", help=said)
     add_options(parser)
     add("--against", type=Path, default=Path("."), help="the other checkout (default: .)")
@@ -261,7 +228,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     if sys.argv[1:] == ["--serve"]:
-        served()
+        serve()
         return 0
     options = parse(arguments)
     if why := lacking(options.before, options.against):
@@ -274,23 +241,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             for checkout in (before, after):
                 checkout.ask("row", *described(workload))
-            found = compare(before, after, options)
+            everything[name] = compare(before, after, options)
         except RuntimeError as error:
             print(f"{name:44} {error}", flush=True)
             continue
-        everything[name] = found
-        print(line(name, found), flush=True)
+        print(line(name, everything[name]), flush=True)
         if options.out:
             options.out.write_text(json.dumps(everything))
-    ratios = sorted(chain.from_iterable(_ratios(found) for found in everything.values()))
-    if ratios:
-        print(f"{len(everything)} rows; ratios of bursts {ratios[0]:.4f} to {ratios[-1]:.4f}")
+    if every := sorted(chain.from_iterable(map(ratios, everything.values()))):
+        print(f"{len(everything)} rows; ratios of bursts {every[0]:.4f} to {every[-1]:.4f}")
     return 0 if everything else 1
-
-
-def _ratios(found: dict[str, Samples]) -> list[float]:
-    pairs = zip(found["before"]["burst"], found["after"]["burst"], strict=True)
-    return [b / a for b, a in pairs]
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ one direction: `--heads 2/6 --lengths 512x2 --direction fwd`.
 Results are checked before they are timed; what is wrong, missing or too slow to compile says so in
 the table. Installed from a wheel, the package is without benchmarks: run them in a checkout.
 `bash scripts/setup_env.sh --rivals` installs most libraries to compare with into .venv, whose
-Python is then the one to use: `.venv/bin/python -m benchmarks.sm90`. docs/installation.md says what
+Python is then the one to use: `.venv/bin/python -m benchmarks.sm90`. docs/install.md says what
 installs the others.
 """
 
@@ -54,6 +54,7 @@ from .harness.messages import Machine, Options
 from .harness.own_shapes import DIRECTIONS, add_options, asked, joined, names, own_shapes, remark
 from .harness.progress import Progress
 from .harness.records import Run, write_whole
+from .harness.warm import compile_all
 from .harness.watchdog import LIMITS, Harness
 from .harness.without_gpu import WHOLE, for_cpu
 from .harness.workload import words
@@ -69,7 +70,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-
     add("family", nargs="?", default="gdn", choices=sorted(SETS))
     add("--quick", action="store_true", help="the anchor rows, fewer repetitions")
     add("--set", metavar="NAME,...", type=names, default=[], help=SETS_HELP)
@@ -114,26 +114,25 @@ def select(options: argparse.Namespace) -> list[Any]:
     """The workloads asked for, each once, in order."""
     if options.own:
         return [w for w in options.own if fnmatch(w.name, options.only or "*")]
+    of_family = SETS[options.family]
     sets = options.set or (QUICK if options.quick else DEFAULT)[options.family]
     if options.quick:  # of a set with few rows for that
-        sets = [f"{n}-quick" if f"{n}-quick" in SETS[options.family] else n for n in sets]
-    found: dict[str, Any] = {}
-    for workload in (w for name in sets for w in SETS[options.family][name]):
+        sets = [f"{n}-quick" if f"{n}-quick" in of_family else n for n in sets]
+    workloads: dict[str, Any] = {}
+    for workload in (w for name in sets for w in of_family[name]):
         for wanted in options.direction or [workload.direction]:
             if wanted == "both" and isinstance(workload, Gdn) and workload.direction == "bwd":
                 workload = replace(workload, direction="both")
-            if wanted in (workload.direction, workload.kind) and fnmatch(
-                workload.name, options.only or "*"
-            ):
-                found[workload.name] = workload
-    return list(found.values())
+            matches = fnmatch(workload.name, options.only or "*")
+            if wanted in (workload.direction, workload.kind) and matches:
+                workloads[workload.name] = workload
+    return list(workloads.values())
 
 
 def measure(options: argparse.Namespace, workloads: list[Any]) -> tuple[Run, bool]:
     """The run, and whether it went to the end: Ctrl-C keeps the rows there are."""
-    settings = Options(
-        rounds=3 if options.quick else 5, cold=options.cold, input_sets=options.input_sets
-    )
+    rounds = 3 if options.quick else 5
+    settings = Options(rounds, cold=options.cold, input_sets=options.input_sets)
     log = options.out / f"{options.family}.log"
     log.unlink(missing_ok=True)
     progress = Progress()
@@ -143,8 +142,7 @@ def measure(options: argparse.Namespace, workloads: list[Any]) -> tuple[Run, boo
         options.family, options.impl, settings, log,
         first_call_limit=options.limit, listener=progress.step,
     ) as harness:  # fmt: skip
-        machine = harness.machine
-        notes = []
+        notes, machine = [], harness.machine
         if machine.kind == "cpu":
             if options.family == "gdn" and not (options.own or options.set or options.only):
                 workloads = [*workloads, *WHOLE]
@@ -169,30 +167,21 @@ def measure(options: argparse.Namespace, workloads: list[Any]) -> tuple[Run, boo
 
 
 def describe_run(options: argparse.Namespace, machine: Machine, notes: list[str]) -> Run:
-    commit, dirty = records.git_state()
-    date = records.now()
+    """A run without rows."""
+    (commit, dirty), date = records.git_state(), records.now()
     if options.head_dim:
         K, V = options.head_dim
         notes.append(f"Head size {K}." if K == V else f"Head sizes K {K}, V {V}.")
     if options.cold:
         notes.append("L2 cache filled with other data before each call.")
     return Run(
-        id=f"{options.family}-{date:%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}",
-        family=options.family,
-        date=date.isoformat(timespec="seconds"),
-        device=machine.device,
-        device_kind=machine.kind,
-        environment=machine.environment,
-        environment_after={},
-        versions=machine.versions,
-        labels=machine.labels,
-        missing=machine.missing,
-        ceilings=dataclasses.asdict(machine.ceilings),
-        commit=commit,
-        dirty=dirty,
-        command=records.command_line(),
-        notes=" ".join(notes),
-    )
+        id=f"{options.family}-{date:%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}", family=options.family,
+        date=date.isoformat(timespec="seconds"), device=machine.device, device_kind=machine.kind,
+        environment=machine.environment, environment_after={}, versions=machine.versions,
+        labels=machine.labels, missing=machine.missing,
+        ceilings=dataclasses.asdict(machine.ceilings), commit=commit, dirty=dirty,
+        command=records.command_line(), notes=" ".join(notes),
+    )  # fmt: skip
 
 
 def _stop(*_: object) -> None:
@@ -217,21 +206,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # for the worker: OpenMP threads that spin while they wait cost 10x where cores are shared
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if options.warm:
-        from .harness.warm import compile_all
-
         return compile_all(options, workloads)
     started = time.monotonic()
     run, complete = measure(options, workloads)
     files = [write_whole(options.out / f"{run.family}.md", tables.page(run))]
-    files.append(_write_record(options, run))
-    if options.save:
-        files.append(records.append(run))
-    if options.plot:
-        files += chart.draw(run, options.out)
+    files += [_write_record(options, run), *([records.append(run)] if options.save else [])]
+    files += chart.draw(run, options.out) if options.plot else []
     print(json.dumps(dataclasses.asdict(run)) if options.json else "\n" + tables.page(run))
-    took = time.monotonic() - started
-    lines = [f"Ran {len(run.rows)} workloads on {run.device} in {took:.0f} s."]
-    lines += [f"  {path}" for path in files]
+    took = f"in {time.monotonic() - started:.0f} s."
+    lines = [f"Ran {len(run.rows)} workloads on {run.device} {took}", *(f"  {x}" for x in files)]
     print("\n".join(lines), file=sys.stderr if options.json else sys.stdout)
     return 0 if complete else 130
 
@@ -239,12 +222,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _nothing_matches(options: argparse.Namespace) -> str:
     """Names the sets that have what was asked for, if any has."""
     wanted = set(options.direction or ())
-    found = [
-        name
-        for name, of_set in SETS[options.family].items()
-        if any({w.direction, w.kind} & wanted for w in of_set if hasattr(w, "direction"))
-    ]
-    fix = f"--set {' or '.join(found)}" if found else "another --only"
+    sets = SETS[options.family].items()
+    names = [n for n, of_set in sets if any({w.direction, w.kind} & wanted for w in of_set)]
+    fix = f"--set {' or '.join(names)}" if names else "another --only"
     return f"no workload matches; need one of those that --list prints; try {fix}"
 
 

@@ -5,7 +5,7 @@ import random
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from ..harness.workload import Direction, Heads, Lengths, Workload
 
@@ -16,11 +16,33 @@ Dtype = Literal["bfloat16", "float16", "float32"]
 
 
 @dataclass(frozen=True)
-class SharedPrompts(Workload):
-    """Groups of responses, each with one prompt. A group without responses is plain causal."""
+class Grouped(Workload):
+    """Packed groups of responses, each with one prompt; one without responses is a sequence."""
 
     label: str
     groups: tuple[Group, ...]
+
+    @property
+    def layout(self) -> str:
+        return self.label
+
+    @property
+    def tokens(self) -> int:
+        return sum(prompt + sum(responses) for prompt, responses in self.groups)
+
+    def shorter(self, factor: int) -> dict[str, Any]:
+        """The fields of one whose prompts and responses are `factor` times shorter."""
+        groups = tuple(
+            (max(1, prompt // factor), tuple(max(1, n // factor) for n in responses))
+            for prompt, responses in self.groups
+        )
+        return {"label": f"{self.label}/{factor}" if factor > 1 else self.label, "groups": groups}
+
+
+@dataclass(frozen=True)
+class SharedPrompts(Grouped):
+    """Attention: a group without responses is plain causal."""
+
     direction: Direction = "fwd"
     heads: Heads = (8, 32)  # key-value heads, query heads
     head_dim: int = 128
@@ -35,16 +57,8 @@ class SharedPrompts(Workload):
         return f"dualkv-{self.kind}-{self.heads_label}-{self.label}{size}{kind}"
 
     @property
-    def layout(self) -> str:
-        return self.label
-
-    @property
     def what(self) -> str:
         return self.dtype
-
-    @property
-    def tokens(self) -> int:
-        return sum(prompt + sum(responses) for prompt, responses in self.groups)
 
     @property
     def pairs(self) -> int:
@@ -67,12 +81,7 @@ class SharedPrompts(Workload):
 
     def reduced(self, factor: int) -> "SharedPrompts":
         """Prompts and responses `factor` times shorter, for machines without a GPU."""
-        shorter = tuple(
-            (max(1, prompt // factor), tuple(max(1, n // factor) for n in responses))
-            for prompt, responses in self.groups
-        )
-        label = f"{self.label}/{factor}" if factor > 1 else self.label
-        return replace(self, label=label, groups=shorter, dtype="float32")
+        return replace(self, dtype="float32", **self.shorter(factor))
 
 
 def same(count: int, prompt: int, response: int) -> tuple[Group, ...]:
@@ -223,20 +232,19 @@ class VerticalSlash(Workload):
         return replace(self, tokens=self.block * max(2, blocks // factor))
 
 
-W = TypeVar("W", SharedPrompts, VerticalSlash)
+W = TypeVar("W", bound=Workload)
 
 
-def _both(workloads: Iterable[W]) -> tuple[W, ...]:
+def both_ways(workloads: Iterable[W]) -> tuple[W, ...]:
     """All forward, then all backward."""
-    directions: tuple[Literal["fwd", "bwd"], ...] = ("fwd", "bwd")
-    given = list(workloads)
-    return tuple(replace(workload, direction=d) for d in directions for workload in given)
+    rows: list[Any] = list(workloads)
+    return tuple(replace(row, direction=way) for way in ("fwd", "bwd") for row in rows)
 
 
 def _prompts(
     shapes: dict[str, tuple[Group, ...]], dtype: Dtype = "bfloat16"
 ) -> tuple[SharedPrompts, ...]:
-    return _both(SharedPrompts(label, groups, dtype=dtype) for label, groups in shapes.items())
+    return both_ways(SharedPrompts(label, groups, dtype=dtype) for label, groups in shapes.items())
 
 
 # Attention layers of Qwen3-Next and Qwen3.5 have 16 query heads of 256, and 2 or 4 key heads.
@@ -251,7 +259,7 @@ DUALKV: dict[str, tuple[SharedPrompts, ...]] = {
     "largest": _prompts({"28x32768+2048": same(28, 32768, 2048)}),
     "short": _prompts(SHORT_BATCHES),
     "responses": _prompts(RESPONSES),
-    "wide": _both(
+    "wide": both_ways(
         SharedPrompts(label, groups, heads=heads, head_dim=WIDE)
         for heads in WIDE_HEADS
         for label, groups in WIDE_SHAPES.items()
@@ -270,11 +278,11 @@ INDEX_HEADS: tuple[Heads, ...] = ((8, 32), (2, 16))
 
 SPARSE_RING: dict[str, tuple[VerticalSlash, ...]] = {
     "anchor": (
-        *_both(VerticalSlash(131072, 0.05, run) for run in RUNS),
-        *_both([VerticalSlash(131072)]),
+        *both_ways(VerticalSlash(131072, 0.05, run) for run in RUNS),
+        *both_ways([VerticalSlash(131072)]),
         VerticalSlash(131072, direction="index"),
     ),
-    "grid": _both(  # lengths, densities and runs, each around one mask of 128K tokens
+    "grid": both_ways(  # lengths, densities and runs, each around one mask of 128K tokens
         VerticalSlash(*preset)
         for preset in (
             *((tokens, 0.05, 4) for tokens in LENGTHS),
@@ -282,7 +290,7 @@ SPARSE_RING: dict[str, tuple[VerticalSlash, ...]] = {
             *((131072, 0.05, run) for run in RUNS if run != 4),
         )
     ),
-    "dense": _both(VerticalSlash(tokens) for tokens in LENGTHS),
+    "dense": both_ways(VerticalSlash(tokens) for tokens in LENGTHS),
     "index": tuple(
         VerticalSlash(t, direction="index", heads=heads) for heads in INDEX_HEADS for t in LENGTHS
     ),

@@ -1,21 +1,6 @@
-"""Workloads of shapes that are given on the command line, for every family.
-
-    --heads 16/32         key heads / value heads of a gated delta net; of attention key-value heads
-                          / query heads. The convolution has the channels of such a net.
-    --lengths 4096x2      two sequences of 4096 tokens; 8192x1 or 8192 is one, 6144+2048 two
-    --lengths 16x4096+512 16 responses of 512 tokens to one prompt of 4096: all families but gdn and
-                          sparse_ring. `4 of 16x4096+512` has four such prompts.
-    --head-dim 64         size of all heads
-    --gates model         of a gated delta net: as the parameters of a model make them; left out, as
-                          on the front page. Initial states are given.
-    --direction decode    of a gated delta net: `--lengths 1x100` decodes a token of 100 sequences.
-                          `pool_decode` does so in a pool of states, `drafts` verifies tokens there
-                          (`4x100`), `pool_prefill` reads prompts from and into one.
+"""Workloads of shapes that are given on the command line, for every family; sm90's help has them.
 
 Sizes that no kernel has are refused, with a GPU and without.
-
-Several heads or lengths are separated by commas; `64k` or `64K` is 65536. A sequence of sparse_ring
-is a multiple of 64 tokens; --density and --run say its mask.
 """
 
 import argparse
@@ -41,7 +26,7 @@ BLOCK = VerticalSlash.block
 BATCHES = ("decode", "pool_decode", "drafts", "pool_prefill")  # of sequences of equal length
 DIRECTIONS = ("fwd", "bwd", "both", *BATCHES)
 FEW = 64  # tokens of a sequence that decoding takes one by one
-OWN_MODEL = "docs/integrations.md#time-your-own-model times a model or config of yours"
+OWN_MODEL = "docs/models.md times a model or config of yours"
 
 
 class Asked(NamedTuple):
@@ -60,24 +45,30 @@ class Asked(NamedTuple):
         """Whether anything of a shape is given; directions alone are of named workloads."""
         return any(x not in ((), [], None) for x in self[:-1])
 
+    @property
+    def size(self) -> int:
+        return self.head_dim[0] if self.head_dim else 128
+
+    def directions(self, *known: str) -> Sequence[Any]:
+        """The directions asked for; if none, forward and backward, or all that there are."""
+        if other := [direction for direction in self.direction if direction not in known]:
+            raise ValueError(f"--direction {','.join(other)}; this family has {', '.join(known)}")
+        return self.direction or [x for x in known if x in ("fwd", "bwd")] or known
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Those that `asked` reads."""
     add = parser.add_argument
     add("--heads", metavar="FEW/MANY,...", type=names, default=[], help="of your own shapes")
-    said = "LENGTHxCOUNT of your own shapes: 4096x2, two sequences of 4096 tokens. 48x1 is one "
-    said += "sequence of 48 tokens, 1x48 is 48 sequences of one token; see above"
+    said = "LENGTHxCOUNT of your own shapes: 4096x2 is two sequences of 4096 tokens, 1x48 is 48 "
+    said += "sequences of one token; see above"
     add("--lengths", metavar="LENGTHS,...", type=names, default=[], help=said)
     said = "of your own shapes (default: 128); of gdn also K/V, such as 96/192"
     add("--head-dim", type=sizes, metavar="SIZE", help=said)
     said = "of gdn's own shapes (default: published)"
     add("--gates", choices=("published", "model"), help=said)
     add("--density", type=float, help="of the mask of sparse_ring's own shapes (default: 0.05)")
-    add(
-        "--run",
-        type=int,
-        help="diagonals of that mask that are active together; pages have 1, 4, 16 (default: 1)",
-    )
+    add("--run", type=int, help="diagonals of that mask that are active together (default: 1)")
     said = "fwd, bwd, both (forward and backward); of gdn also decode (few tokens of each "
     said += "sequence, states given and returned), pool_decode (one token, in a pool of states, as "
     said += "engines), drafts (verifies a few tokens there), pool_prefill (prompts, from and into "
@@ -109,26 +100,24 @@ def own_shapes(family: str, asked: Asked) -> list[Any]:
 
     Raises ValueError if a family has no such shape; the text says what it has.
     """
-    if not asked.given:
-        return []
-    if not asked.lengths:
-        raise ValueError("a shape without --lengths; need them, such as --lengths 4096x2")
-    if family != "sparse_ring" and (asked.density, asked.run) != (None, None):
-        raise ValueError(f"--density and --run of {family}; need sparse_ring, which has masks")
-    if family != "gdn" and asked.gates is not None:
-        raise ValueError(f"--gates of {family}; need gdn, which has some")
     K, V = asked.head_dim or (1, 1)
-    if min(K, V) < 1:
-        raise ValueError(f"--head-dim {K}/{V}; need sizes of at least 1")
-    if family != "gdn" and K != V:
-        raise ValueError(f"--head-dim {K}/{V} of {family}; need one size: gdn alone has K and V")
+    size = f"--head-dim {K}/{V}"
+    for wrong, said in (
+        (not asked.lengths, "a shape without --lengths; need them, such as --lengths 4096x2"),
+        (
+            family != "sparse_ring" and (asked.density, asked.run) != (None, None),
+            f"--density and --run of {family}; need sparse_ring, which has masks",
+        ),
+        (family != "gdn" and asked.gates, f"--gates of {family}; need gdn, which has some"),
+        (min(K, V) < 1, f"{size}; need sizes of at least 1"),
+        (family != "gdn" and K != V, f"{size} of {family}; need one size: gdn alone has K and V"),
+    ):
+        if asked.given and wrong:
+            raise ValueError(said)
     if asked.head_dim and (reason := refused_size(family, K, V)):
         raise ValueError(reason)
-    found: list[Any] = []
-    for heads in asked.heads or [""]:
-        for text in asked.lengths:
-            found += FAMILIES[family](heads, text, asked)
-    return found
+    pairs = ((heads, text) for heads in asked.heads or [""] for text in asked.lengths)
+    return [w for heads, text in pairs for w in FAMILIES[family](heads, text, asked)]
 
 
 def refused_size(family: str, K: int, V: int) -> str | None:
@@ -151,10 +140,6 @@ def sizes(text: str) -> tuple[int, int]:
     return int(first), int(second if slash else first)
 
 
-def _size(asked: Asked) -> int:
-    return asked.head_dim[0] if asked.head_dim else 128
-
-
 def _gdn(heads: str, text: str, asked: Asked) -> Iterator[Gdn | PoolDecode | PoolPrefill]:
     lengths = _lengths(text, "4096x2, 8192x1 or 6144+2048")
     K, V = asked.head_dim or (128, 128)
@@ -162,13 +147,14 @@ def _gdn(heads: str, text: str, asked: Asked) -> Iterator[Gdn | PoolDecode | Poo
         heads_of(heads or "16/32"), lengths, "fwd", asked.gates or "published",
         initial_state=True, head_dim=K, value_dim=None if V == K else V,
     )  # fmt: skip
-    for direction in _directions(asked, *DIRECTIONS):
+    for direction in asked.directions(*DIRECTIONS):
+        got = f"--direction {direction} --lengths {text}"
         if direction in BATCHES and len({*lengths}) > 1:
             need = "sequences of equal length, such as 1x64: a token of each of 64"
-            raise ValueError(f"--direction {direction} --lengths {text}; need {need}")
+            raise ValueError(f"{got}; need {need}")
         if direction in ("decode", "drafts") and lengths[0] > FEW:
             need = f"at most {FEW}, one after the other, such as 2x{len(lengths)}"
-            got = f"--direction {direction} --lengths {text}: {lengths[0]} tokens of each sequence"
+            got += f": {lengths[0]} tokens of each sequence"
             raise ValueError(f"{got}; need {need}; fwd and pool_prefill read prompts")
         if direction == "decode":
             yield replace(rule, decode=True)
@@ -194,35 +180,32 @@ def _in_a_pool(direction: str, rule: Gdn, asked: Asked) -> PoolDecode | PoolPref
 
 def _conv(heads: str, text: str, asked: Asked) -> Iterator[Convolution]:
     keys, values = heads_of(heads or "16/32")
-    size = _size(asked)
-    channels = (2 * keys + values) * size
+    channels = (2 * keys + values) * asked.size
     if channels % GROUP:
-        got = f"(2 x {keys} + {values}) x {size} = {channels} channels"
+        got = f"(2 x {keys} + {values}) x {asked.size} = {channels} channels"
         raise ValueError(f"{got}; need a multiple of {GROUP}, which are judged together")
-    for direction in _directions(asked, "fwd", "bwd"):
+    for direction in asked.directions("fwd", "bwd"):
         yield Convolution(_label(text), _groups(text), channels, direction=direction)
 
 
 def _dualkv(heads: str, text: str, asked: Asked) -> Iterator[SharedPrompts]:
-    shape: dict[str, Any] = {"heads": heads_of(heads or "8/32"), "head_dim": _size(asked)}
-    for direction in _directions(asked, "fwd", "bwd"):
-        yield SharedPrompts(_label(text), _groups(text), direction, **shape)
+    shape = heads_of(heads or "8/32"), asked.size
+    for direction in asked.directions("fwd", "bwd"):
+        yield SharedPrompts(_label(text), _groups(text), direction, *shape)
 
 
 def _sparse_ring(heads: str, text: str, asked: Asked) -> Iterator[VerticalSlash]:
-    lengths = _lengths(text, "131072 or 128k")
-    (tokens, *others) = lengths
+    tokens, *others = _lengths(text, "131072 or 128k")
     if others or tokens % BLOCK or tokens < 2 * BLOCK:
-        raise ValueError(
-            f"--lengths {text}; need one sequence, a multiple of {BLOCK} tokens from {2 * BLOCK} on"
-        )
+        need = f"one sequence, a multiple of {BLOCK} tokens from {2 * BLOCK} on"
+        raise ValueError(f"--lengths {text}; need {need}")
     density = 0.05 if asked.density is None else asked.density
     run = 1 if asked.run is None else asked.run
     if not 0 < density <= 1 or run < 1:
         got = f"--density {density} --run {run}"
         raise ValueError(f"{got}; need a density above 0 and at most 1, and runs of at least 1")
-    shape: dict[str, Any] = {"heads": heads_of(heads or "8/32"), "head_dim": _size(asked)}
-    for direction in _directions(asked, "fwd", "bwd"):
+    shape: dict[str, Any] = {"heads": heads_of(heads or "8/32"), "head_dim": asked.size}
+    for direction in asked.directions("fwd", "bwd"):
         yield VerticalSlash(tokens, density, run, direction=direction, **shape)
 
 
@@ -231,7 +214,7 @@ def _hybrid(heads: str, text: str, asked: Asked) -> Iterator[HybridPart]:
         need = "need --lengths alone: a block of hybrid has the sizes of Qwen3-Next"
         fix = f"gdn, conv and dualkv time its parts with other heads, and {OWN_MODEL}"
         raise ValueError(f"--heads and --head-dim of hybrid; {need}; {fix}")
-    for _ in _directions(asked, "both"):
+    for _ in asked.directions("both"):
         yield HybridPart(_label(text), _groups(text))
 
 
@@ -242,7 +225,7 @@ def _model(heads: str, text: str, asked: Asked) -> Iterator[ModelStep]:
     lengths = _lengths(text, "8192 or 2048x4")
     if len({*lengths}) > 1:
         raise ValueError(f"--lengths {text}; need sequences of equal length, such as 2048x4")
-    for _ in _directions(asked, "both"):
+    for _ in asked.directions("both"):
         yield from (ModelStep(model, lengths) for model in (QWEN, OLMO))
 
 
@@ -250,17 +233,6 @@ FAMILIES: dict[str, Callable[[str, str, Asked], Iterator[Any]]] = {
     "gdn": _gdn, "conv": _conv, "dualkv": _dualkv, "sparse_ring": _sparse_ring, "hybrid": _hybrid,
     "model": _model,
 }  # fmt: skip
-
-
-def _directions(asked: Asked, *known: str) -> Sequence[Any]:
-    """Returns the directions asked for; if none, forward and backward."""
-    if other := [direction for direction in asked.direction if direction not in known]:
-        raise ValueError(f"--direction {','.join(other)}; this family has {', '.join(known)}")
-    return (
-        asked.direction
-        or [direction for direction in known if direction in ("fwd", "bwd")]
-        or known
-    )
 
 
 def remark(family: str, workloads: Sequence[Any]) -> str:
@@ -275,8 +247,9 @@ def heads_of(text: str) -> Heads:
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     few, many = (int(n) for n in match.groups()) if match else (0, 0)
     if not few or many % few or not many:
-        needs = "FEW/MANY with MANY a multiple of FEW, such as 16/32"
-        raise ValueError(f"--heads {text}; need {needs}")
+        raise ValueError(
+            f"--heads {text}; need FEW/MANY with MANY a multiple of FEW, such as 16/32"
+        )
     return few, many
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..attention.problem import attention_inputs, attention_truth, attention_work
 from ..attention.workloads import DecoderLayer, SharedPrompts, VerticalSlash
-from ..conv.problem import conv_inputs, conv_truth, conv_work
+from ..conv.rivals import conv_inputs, conv_truth, conv_work
 from ..conv.workloads import Convolution
 from ..gdn.problem import gdn_inputs, gdn_truth, gdn_work
 from ..gdn.workloads import Gdn

@@ -8,21 +8,16 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..gdn.workloads import GDN, Gdn
-from ..hybrid.workloads import HybridPart
-from ..model.workloads import ModelStep
 from .problems import work_of
 
 FACTOR = 64  # of named workloads: a chunk of 64 tokens becomes one token
 WHOLE = GDN["cpu"]  # never shortened
-
 MOST_FLOPS, MOST_BYTES = 1e11, 1e9  # of a row, that the CPU path and the truth run in a minute
 MOST_TOKENS = 8192  # of a gated delta net, whose truth is a loop over tokens
 OWN_FLOPS = 2e10  # in seconds: these can be shortened to fit
 MOST_FACTOR = 1 << 16
 DECODING = ("decode", "pool_decode", "drafts", "decoding")
-NO_KERNELS = "single kernels have no CPU path"
-NEEDS_TRITON = "FLA's layer runs on a GPU alone"
-TOO_LONG = "they would take minutes each"
+SMALL = ("hybrid", "model")  # families that take a small model
 
 
 class Shortened(NamedTuple):
@@ -37,40 +32,31 @@ def for_cpu(workloads: Sequence[Any], own: bool = False) -> Shortened:
     short enough, and else are halved until they are.
     """
     found: dict[str, Any] = {}
-    factors: list[int] = []
-    left_out = Counter[str]()
+    factors, left_out = [1] * (not workloads), Counter[str]()
     for workload in workloads:
+        factor = _factor(workload) if own else FACTOR
         if workload in WHOLE:
             found[workload.name] = workload
-            continue
-        if isinstance(workload, Gdn) and workload.kernel:
-            left_out[NO_KERNELS] += 1
-            continue
-        if workload.kind == "fla_layer":
-            left_out[NEEDS_TRITON] += 1
-            continue
-        factor = _factor(workload) if own else FACTOR
-        short = workload.reduced(factor)
-        if _too_long(short, MOST_FLOPS):
-            left_out[TOO_LONG] += 1
-            continue
-        found[short.name] = short
-        factors.append(factor)
-    said = [f"No GPU: float32 on the CPU path{_how_much([*found.values()], factors)}."]
-    for reason, count in left_out.items():
-        said.append(f"{count} of {len(workloads)} workloads are left out: {reason}.")
-    return Shortened([*found.values()], " ".join(said))
-
-
-def _how_much(found: Sequence[Any], factors: Sequence[int]) -> str:
+        elif getattr(workload, "kernel", ""):
+            left_out["single kernels have no CPU path"] += 1
+        elif workload.kind == "fla_layer":
+            left_out["FLA's layer runs on a GPU alone"] += 1
+        elif _too_long(short := workload.reduced(factor), MOST_FLOPS):
+            left_out["they would take minutes each"] += 1
+        else:
+            found[short.name] = short
+            factors.append(factor)
     low, high = min(factors, default=1), max(factors, default=1)
     times = f"{high}" if low == high else f"{low} to {high}"
-    said = f", lengths {times} times shorter" if high > 1 else ""
-    if high > 1 and any(workload.kind in DECODING for workload in found):
-        said += f", {times} times fewer sequences to decode"
-    if any(isinstance(workload, (HybridPart, ModelStep)) for workload in found):
+    said = "No GPU: float32 on the CPU path"
+    if high > 1:
+        decodes = any(workload.kind in DECODING for workload in found.values())
+        fewer = f", {times} times fewer sequences to decode" if decodes else ""
+        said += f", lengths {times} times shorter{fewer}"
+    if any(workload.family in SMALL for workload in found.values()):
         said += ", layers of a small model"
-    return said
+    lines = [f"{n} of {len(workloads)} workloads are left out: {x}." for x, n in left_out.items()]
+    return Shortened([*found.values()], " ".join([f"{said}.", *lines]))
 
 
 def _factor(workload: Any) -> int:

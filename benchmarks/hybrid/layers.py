@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu, softplus
 
-from ..attention.replicas import Replicas, replicas
+from ..attention.problem import Replicas, replicas
 from ..attention.workloads import DecoderLayer
 from ..gdn.problem import gdn_work
 from ..gdn.workloads import Gdn

@@ -1,9 +1,12 @@
-"""A layer of sparse attention as one rank of a ring runs it, and what it must give."""
+"""A layer of sparse attention as one rank of a ring runs it: what it must give, what it takes."""
 
+import statistics
+import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from qla_kernels.sparse_ring import FixedVerticalSlash, StripedLayout, build_index, ring
@@ -12,8 +15,10 @@ from qla_kernels.sparse_ring.route import LOCAL, Route
 from qla_kernels.sparse_ring.shard import Shard, shard_of
 
 from ..attention.workloads import VerticalSlash
+from ..harness.timing import event
 from ..harness.truth import relative_l2
 
+WARM_UP = 2  # samples of a time that are not counted
 LIMIT = 5e-3  # relative L2 error of a ring beside one device
 
 
@@ -96,3 +101,59 @@ def agree(
         error = relative_l2(got, layout.shard(right, 1, rank))
         if not error < LIMIT:
             raise RuntimeError(f"{what}: {name} is off by {error:.1e} on rank {rank}")
+
+
+def slowest(taken: list[list[float]]) -> float:
+    """Of times by sample and rank: of each sample the slowest rank, of these the median."""
+    return statistics.median(max(sample) for sample in taken)
+
+
+def by_rank(taken: list[list[float]]) -> list[float]:
+    """Of times by sample and rank: the median of each rank."""
+    return [statistics.median(of_rank) for of_rank in zip(*taken, strict=True)]
+
+
+class Clock:
+    """Medians over samples, each of several calls, one behind the other."""
+
+    def __init__(self, device: str, samples: int, queued: int) -> None:
+        self._gpu, self._samples, self._queued = device == "cuda", samples, queued
+
+    def slowest(self, call: Callable[[], Any]) -> float:
+        """Milliseconds of a call on the rank that takes longest."""
+        return slowest(self.each(call))
+
+    def each(
+        self, call: Callable[[], Any], instead: Callable[[], float] | None = None
+    ) -> list[list[float]]:
+        """Milliseconds of a call, by sample and rank; or what `instead` says after each sample."""
+        taken = []
+        for _ in range(WARM_UP + self._samples):
+            dist.barrier()
+            sample = self._sample(call)
+            if instead is not None:
+                sample = instead()
+            mine = torch.tensor(sample / self._queued, device=self._device)
+            everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+            dist.all_gather(everyone, mine)
+            taken.append([float(x) for x in everyone])
+        return taken[WARM_UP:]
+
+    @property
+    def _device(self) -> str:
+        return "cuda" if self._gpu else "cpu"
+
+    def _sample(self, call: Callable[[], Any]) -> float:
+        if not self._gpu:
+            start = time.perf_counter()
+            for _ in range(self._queued):
+                call()
+            return (time.perf_counter() - start) * 1e3
+        start_event, end_event = event(), event()
+        torch.cuda.synchronize()
+        start_event.record()
+        for _ in range(self._queued):
+            call()
+        end_event.record()
+        end_event.synchronize()
+        return float(start_event.elapsed_time(end_event))

@@ -56,9 +56,8 @@ from ..attention.workloads import VerticalSlash as Workload
 from ..harness.own_shapes import heads_of
 from ..harness.records import write_whole
 from . import dense as dense_ring
-from .layer import ALONE, Layer, Way, agree, check
+from .layer import ALONE, Clock, Layer, Way, agree, by_rank, check, slowest
 from .links import Waits, silent, slow, transfers, watched
-from .timing import Clock, by_rank, slowest
 
 CHECKED = 512  # tokens a rank
 HEADER = f"tokens, ranks  {'':29}forward + backward, and of both:"  # see `__doc__`

@@ -253,11 +253,11 @@ def test_the_list_says_lengths_in_words(capsys):
         (["conv", "--lengths", "8", "--head-dim", "9"], "= 576 channels; need a multiple of 128"),
         (
             ["hybrid", "--lengths", "8", "--heads", "1/2"],
-            "gdn, conv and dualkv time its parts with other heads, and docs/integrations.md#time-y",
+            "gdn, conv and dualkv time its parts with other heads, and docs/models.md times a mod",
         ),
         (
             ["model", "--lengths", "8", "--heads", "1/2"],
-            "need --lengths alone: layers of model have the sizes of their models; docs/integratio",
+            "need --lengths alone: layers of model have the sizes of their models; docs/models.md",
         ),
         (["model", "--lengths", "8+9"], "need sequences of equal length, such as 2048x4"),
     ],
@@ -480,7 +480,7 @@ def test_decoding_runs_without_a_gpu(tmp_path, capsys):
     only = ["--quick", "--set", "decode", "--only", "gdn-decode-2x8-128of2-*"]
     assert sm90.main(["gdn", *only, "--out", str(tmp_path), "--plot"]) == 0
     printed = capsys.readouterr().out
-    assert "Decoding, model gates, initial state; ms" in printed
+    assert "### decode, ms" in printed
     assert "64 times fewer sequences to decode" in printed
     row = json.loads((tmp_path / "gdn.json").read_text())["rows"][0]
     assert (row["kind"], row["layout"], row["tokens"]) == ("decode", "2+2", 4)
@@ -588,11 +588,3 @@ def test_another_checkout_makes_the_same_workload_or_says_what_it_lacks():
         assert revisions.made(module, name, fields) == workload
     with pytest.raises(TypeError, match="head_room"):
         revisions.made(module, name, {**fields, "head_room": 3})
-
-
-def test_revisions_takes_modules_from_where_a_checkout_has_them():
-    """Checkouts from before the folders have all of them side by side."""
-    assert revisions.module_of("harness.records", "records") is records
-    assert revisions.module_of("records", "harness.records") is records
-    with pytest.raises(ModuleNotFoundError, match=r"benchmarks\.nowhere"):
-        revisions.module_of("neither", "nowhere")

@@ -11,15 +11,15 @@ from torch.nn.attention import flex_attention
 from benchmarks import sm90
 from benchmarks.attention import problem
 from benchmarks.attention import rivals as adapters
-from benchmarks.attention.flex import FlexAttention, block_mask
 from benchmarks.attention.ours import OursDualKV, OursDualKVRepeatable, OursSparse
-from benchmarks.attention.problem import attention_inputs, attention_truth
-from benchmarks.attention.replicas import replicas
+from benchmarks.attention.problem import attention_inputs, attention_truth, replicas
 from benchmarks.attention.rivals import (
     CudnnAttention,
     FlashAttention4,
     FlashAttention4Calls,
     FlashAttention4Shared,
+    FlexAttention,
+    block_mask,
     known,
     merge,
 )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import sm90
-from benchmarks.attention.replicas import replicas
+from benchmarks.attention.problem import replicas
 from benchmarks.harness.messages import Options
 from benchmarks.harness.problems import problem_of
 from benchmarks.harness.records import NOT_APPLICABLE, OK, Result

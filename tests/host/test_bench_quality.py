@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from benchmarks.quality import run, tasks
+from benchmarks.quality import __main__ as run
+from benchmarks.quality import tasks
 from benchmarks.quality.model import Attention
 from benchmarks.quality.tasks import AGAIN, APART, FIRST_KEY, IGNORED, QUESTION
 from qla_kernels.sparse_ring import VerticalSlash

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks import ring_ranks
 from benchmarks.harness.records import ROOT
 from benchmarks.ring import dense as dense_ring
-from benchmarks.ring import links, ranks
+from benchmarks.ring import links
 from benchmarks.ring.links import Slow
 from benchmarks.ring.rows import Row as RingRow
 from benchmarks.ring.rows import main, parse, tell
@@ -93,7 +94,7 @@ def test_two_processes_time_every_layout_and_schedule(tmp_path):
 
 def test_ranks_one_after_the_other_without_transfers(tmp_path, capsys):
     out = tmp_path / "rows.json"
-    ranks.main(
+    ring_ranks.main(
         [
             *("--worlds", "2", "--device", "cpu", "--tokens", "512", "--heads", "1x2"),
             *("--head-dim", "16", "--density", "0.5", "--samples", "1", "--queued", "1"),

@@ -25,7 +25,7 @@ from torch import Tensor
 from benchmarks.attention.ours import OursDualKV, OursSparse
 from benchmarks.attention.problem import attention_inputs
 from benchmarks.attention.workloads import DUALKV, SPARSE_RING
-from benchmarks.conv.problem import conv_inputs
+from benchmarks.conv.rivals import conv_inputs
 from benchmarks.conv.workloads import CONV, Convolution
 from benchmarks.gdn import ours as gdn_ours
 from benchmarks.gdn.ours import through_autograd
@@ -174,14 +174,14 @@ def serving() -> Iterator[Kind]:
 def _pool(states: Tensor, slots: Tensor, num_slots: int) -> Tensor:
     """As pool_of, whose memory is written."""
     size = states[0].numel()
-    pages = states.new_empty(num_slots, size + pool.PAGE)
+    pages = states.new_empty(num_slots, size + serving_problem.PAGE)
     return torch.unflatten(pages[:, :size], 1, states.shape[1:])
 
 
-decode.pool_of = serving_ours.pool_of = _pool
+serving_problem.pool_of = serving_ours.pool_of = _pool
 serving_ours.paged = lambda inputs, slots: _pool(inputs.states, slots.starts, slots.num_slots)
 serving_ours.bounds_of = _lengths_on_host
-step.inputs_of_beta = decode.inputs_of_beta = lambda x: x
+step.inputs_of_beta = serving_problem.inputs_of_beta = lambda x: x
 
 
 def dualkv() -> Iterator[Kind]:
