@@ -20,6 +20,7 @@ import argparse
 import gc
 import json
 import os
+import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,8 +37,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import records
+from benchmarks.harness.records import FAILED, OK, Result, Row, Run
+from benchmarks.harness.timing import spread
 from benchmarks.model.problem import CONVOLUTION, FUNCTIONS, exchanged, functions_of, plain
-from benchmarks.model.random_models import random_model
 from qla_kernels.integrations import transformers as qla
 
 SWAPPED = "TRL after swap(model)"
@@ -48,6 +50,48 @@ WAYS = {
 NUMBERS = "steps", "length", "batch", "prompt", "response", "responses"
 PACKAGES = "torch", "transformers", "trl", "fla-core", "causal-conv1d", "qla-kernels"
 SKIPPED = 2  # steps that compile, tune, and fill the allocator's pools
+NAMES = {  # in records
+    "ours": "ours", "shared prompts": "ours", "FLA and causal-conv1d": "fla_conv", "FLA": "fla",
+    "PyTorch": "torch", "TRL": "trl", SWAPPED: "trl_swap",
+}  # fmt: skip
+
+
+QWEN35 = {  # Qwen3.5-2B
+    "vocab_size": 248320, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "max_position_embeddings": 65536, "tie_word_embeddings": True,
+    "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+QWEN3 = {  # Qwen3-1.7B
+    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 40960, "tie_word_embeddings": True,
+    "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+TINY = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+}  # fmt: skip
+TINY_LINEAR = {
+    "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}  # fmt: skip
+
+
+def random_model(hybrid: bool, tiny: bool = False, config: Path | None = None) -> Any:
+    """A Qwen3.5, a Qwen3, or what a folder's config.json describes; the same weights each time."""
+    import transformers
+
+    sizes: dict[str, Any] = dict(QWEN35 if hybrid else QWEN3)
+    if tiny:
+        sizes |= TINY | (TINY_LINEAR if hybrid else {})
+    kind = transformers.Qwen3_5TextConfig if hybrid else transformers.Qwen3Config
+    given: Any = transformers.AutoConfig.from_pretrained(config) if config else kind(**sizes)
+    maker: Any = transformers.AutoModelForCausalLM  # it has no types
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        return maker.from_config(given, dtype=torch.float32)
 
 
 @dataclass
@@ -87,7 +131,7 @@ def clock(found: Steps) -> Any:
     return Clock()
 
 
-def run(found: Steps, train: Callable[[Steps], None]) -> Steps:
+def timed(found: Steps, train: Callable[[Steps], None]) -> Steps:
     """Trains once; a way that fails says why, and the others go on."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -139,8 +183,7 @@ def linear_layers(model: Any, name: str) -> Iterator[None]:
 def finetune(options: argparse.Namespace) -> list[Steps]:
     from transformers import Trainer, TrainingArguments
 
-    length = 64 if options.tiny else options.length
-    ids = torch.randint(1, 90, (64, length), generator=torch.manual_seed(1))
+    ids = torch.randint(1, 90, (64, options.length), generator=torch.manual_seed(1))
     data = [{"input_ids": row, "labels": row} for row in ids]
 
     def train(name: str, found: Steps) -> None:
@@ -155,7 +198,7 @@ def finetune(options: argparse.Namespace) -> list[Steps]:
             trainer.train()
         found.losses = [x["loss"] for x in trainer.state.log_history if "loss" in x]
 
-    return [run(Steps(name), partial(train, name)) for name in options.ways]
+    return [timed(Steps(name), partial(train, name)) for name in options.ways]
 
 
 def tokenizer_of(vocabulary: int) -> Any:
@@ -177,7 +220,7 @@ def grpo(options: argparse.Namespace) -> list[Steps]:
 
     from qla_kernels.integrations.trl import shared_prefix_trainer
 
-    prompt, response = (24, 8) if options.tiny else (options.prompt, options.response)
+    prompt, response = options.prompt, options.response
 
     def train(name: str, found: Steps) -> None:
         model = random_model(options.hybrid, options.tiny, options.config)
@@ -213,7 +256,13 @@ def grpo(options: argparse.Namespace) -> list[Steps]:
         trainer.train()
         found.losses = [x["grad_norm"] for x in trainer.state.log_history if "grad_norm" in x]
 
-    return [run(Steps(name), partial(train, name)) for name in options.ways]
+    return [timed(Steps(name), partial(train, name)) for name in options.ways]
+
+
+def differs(each: Steps, ours: Steps) -> float | None:
+    """How far losses, or norms of gradients, are from the first way's at most."""
+    pairs = list(zip(each.losses, ours.losses, strict=False))
+    return max((abs(a - b) / abs(b) for a, b in pairs), default=None)
 
 
 def table(found: Sequence[Steps]) -> str:
@@ -224,15 +273,45 @@ def table(found: Sequence[Steps]) -> str:
             lines.append(f"{each.name:24} {each.why or 'too few steps'}")
             continue
         ratio = each.median / ours.median if ours.median else float("nan")
-        pairs = zip(each.losses, ours.losses, strict=True) if ours.losses else ()
-        worst = max((abs(a - b) / abs(b) for a, b in pairs), default=float("nan"))
         numbers = f"{each.median:10.4f} {ratio:8.2f} {each.peak / 1e9:9.1f}"
-        lines.append(f"{each.name:24} {numbers}  {worst:.1e}")
+        worst = differs(each, ours)
+        lines.append(f"{each.name:24} {numbers}  {float('nan') if worst is None else worst:.1e}")
     return "\n".join(lines)
 
 
-def versions() -> dict[str, str]:
-    return {**dict.fromkeys(PACKAGES, "not installed"), **records.package_versions(PACKAGES)}
+def record(options: argparse.Namespace, found: Sequence[Steps]) -> Run:
+    """The steps as benchmarks have records: by the clock, milliseconds."""
+    trains, results = options.what == "finetune", []
+    for each in found:
+        status, timed = OK if each.median else FAILED, each.seconds[SKIPPED:]
+        p20, p50, p80 = (1e3 * x for x in spread(timed)) if timed else (None,) * 3
+        worst = None if each is found[0] else differs(each, found[0])
+        results.append(Result(
+            NAMES[each.name], status, each.why, eager_p20_ms=p20, eager_ms=p50, eager_p80_ms=p80,
+            eager_samples=len(timed), first_call_s=each.seconds[0] if each.seconds else None,
+            peak_bytes=each.peak,
+            errors={} if worst is None else {"loss" if trains else "grad_norm": worst},
+        ))  # fmt: skip
+    hybrid = trains or options.hybrid
+    model = options.config or ("Qwen3.5-2B" if hybrid else "Qwen3-1.7B")
+    few, many = options.responses, options.prompt
+    layout = f"{few}x{many}+{options.response}"
+    tokens = many + few * options.response
+    if trains:
+        layout, tokens = f"{options.length}x{options.batch}", options.length * options.batch
+    name = f"trainer-{options.what}-{'tiny' if options.tiny else model}-{layout}"
+    heads = "-" if options.tiny or options.config else "16/16" if hybrid else "8/16"
+    row = Row(name, "trainer", options.what, heads, layout, tokens, f"{model}'s sizes",
+              results=tuple(results))  # fmt: skip
+    (commit, dirty), date = records.git_state(), records.now()
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    environment = records.device_environment(kind)
+    return Run(
+        f"trainer-{date:%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}", "trainer",
+        date.isoformat(timespec="seconds"), records.device_name(kind), kind, environment, {},
+        records.package_versions(PACKAGES), {NAMES[x.name]: x.name for x in found}, {}, {}, commit,
+        dirty, records.command_line("python scripts/trainer_steps.py"), rows=(row,),
+    )  # fmt: skip
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -252,12 +331,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--ways", type=lambda text: text.split(","), help=f"to compare, with commas. {said}")
     add("--config", type=Path, metavar="FOLDER", help="of a model, in place of the sizes above")
     add("--tiny", action="store_true", help="a small model and few tokens")
-    add("--out", type=Path, help="a file for the numbers, JSON")
+    add("--out", type=Path, help="a file for the record, JSON; benchmarks.show prints it")
+    add("--save", action="store_true", help="append the record to benchmarks/results")
     given = parser.parse_args(arguments)
+    if given.tiny:
+        given.length, given.prompt, given.response = 64, 24, 8
     known = WAYS[given.what]
     given.ways = given.ways or [x for x in known[:3] if x != SWAPPED or given.hybrid]
     if wrong := [name for name in given.ways if name not in known]:
         parser.error(f"--ways {','.join(wrong)}; need some of: {', '.join(known)}")
+    if given.save and (given.tiny or given.config or not torch.cuda.is_available()):
+        parser.error("--save of a small model, or of one's own; need a GPU and the sizes above")
     if few := [n for n in NUMBERS if getattr(given, n) < 1]:
         parser.error(f"--{few[0]} {getattr(given, few[0])}; need at least 1")
     if given.what == "grpo" and not find_spec("trl"):
@@ -271,15 +355,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     os.environ["FLA_FLASH_QLA"] = "0"  # FLA's own kernels, whatever is installed beside it
     found = {"finetune": finetune, "grpo": grpo}[options.what](options)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    print(f"{device}; {', '.join(f'{n} {v}' for n, v in versions().items())}")
+    run = record(options, found)
+    print(f"{run.device}; {', '.join(f'{n} {v}' for n, v in run.versions.items())}")
     print(table(found))
     if options.out:
-        given = {n: str(v) if isinstance(v, Path) else v for n, v in vars(options).items()}
-        ways = [asdict(each) for each in found]
-        kept = {"device": device, "versions": versions(), "options": given, "ways": ways}
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        records.write_whole(options.out, json.dumps(kept, indent=1))
+        records.write_whole(options.out, json.dumps(asdict(run)))
+    if options.save:
+        print(records.append(run))
     return int(found[0].median is None)
 
 

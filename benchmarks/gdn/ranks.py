@@ -23,6 +23,7 @@ from ..harness.adapters import describe
 from ..harness.floor import Ceilings
 from ..harness.records import FAILED, MEMORY, OK, RANKS, UNSUPPORTED, WRONG, Result, Row
 from ..harness.timing import event, spread
+from ..harness.workload import Direction
 from .problem import gdn_inputs, gdn_work
 from .workloads import Gdn
 
@@ -215,7 +216,8 @@ def measured(rule: Gdn, with_fla: bool, device: torch.device, ceilings: Ceilings
     """Returns a row for each direction and layout."""
     right, results = prepared(rule, with_fla, device)
     like, rows = torch.zeros(1, device=device), []
-    for direction, run in (("fwd", forward), ("both", both)):
+    ways: tuple[tuple[Direction, Function], ...] = ("fwd", forward), ("both", both)
+    for direction, run in ways:
         taken = times({key: partial(run, *call) for key, call in right.items()}, like)
         for split in LAYOUTS:
             of_split = [

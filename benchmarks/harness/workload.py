@@ -26,12 +26,13 @@ class Workload:
 
 def words(workload: Any) -> str:
     """The lengths in words: what 3000x5 or 16x4096+512 means."""
-    if groups := [group for group in getattr(workload, "groups", ()) if group[1]]:
-        prompts, responses = zip(*groups, strict=True)
+    groups = getattr(workload, "groups", ())
+    if shared := [group for group in groups if group[1]]:
+        prompts, responses = zip(*shared, strict=True)
         tokens = _span(n for of_prompt in responses for n in of_prompt)
-        count = f"{_span(map(len, responses))} responses of {tokens}"
-        return f"{count} to {len(groups)} x a prompt of {_span(prompts)} tokens"
-    lengths = getattr(workload, "lengths", ()) or [n for n, _ in getattr(workload, "groups", ())]
+        each = f"{_span(map(len, responses))} responses of {tokens}"
+        return f"{each} to {len(shared)} x a prompt of {_span(prompts)} tokens"
+    lengths = getattr(workload, "lengths", ()) or [n for n, _ in groups]
     batch = getattr(workload, "sequences", 1)
     count = len(lengths) or (batch if isinstance(batch, int) else 1)
     one = _span(lengths) if lengths else str(workload.tokens // count)

@@ -185,7 +185,7 @@ def _full(h: Tensor, w: Full, workload: Layered, turns: Turns, mixing: Mixing) -
         a, b = part.chunk(2, -1)
         return torch.cat((part * turns[0] + torch.cat((-b, a), -1) * turns[1], rest), -1)
 
-    q, *gate = heads(w.q_proj, (1 + workload.gated) * d).split(d, -1)
+    q, *gate = torch.split(heads(w.q_proj, (1 + workload.gated) * d), d, -1)
     o = mixing.attend(turned(q, w.q_norm), turned(heads(w.k_proj), w.k_norm), heads(w.v_proj))
     return linear((o * gate[0].sigmoid() if gate else o).flatten(1), w.o_proj)
 

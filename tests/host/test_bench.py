@@ -428,7 +428,7 @@ def test_the_command_runs_to_the_end(tmp_path, capsys):
     assert status == 0
     printed = capsys.readouterr().out
     assert "token loop" in printed
-    assert re.search(r"FlashQLA is missing: (not )?installed.* needs a CUDA device", printed)
+    assert re.search(r"missing, FlashQLA: (not )?installed.* needs a CUDA device", printed)
     assert "Ran 1 workloads on" in printed
     for name in ("gdn.md", "gdn.json", "gdn-fwd-2x8.svg"):
         assert (out / name).stat().st_size > 0

@@ -1,11 +1,13 @@
 """Whole steps of trainers: what the script prints, and that ours finds the numbers of theirs."""
 
 import importlib.util
-import json
 import sys
 from pathlib import Path
 
 import pytest
+
+from benchmarks import tables
+from benchmarks.harness import records
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "trainer_steps.py"
 
@@ -35,7 +37,7 @@ def test_a_way_that_fails_says_why_and_the_others_go_on(script, capsys):
     def fails(found):
         raise ImportError("no module\nmore")
 
-    found = script.run(script.Steps("x"), fails)
+    found = script.timed(script.Steps("x"), fails)
     assert (found.why, found.median) == ("ImportError: no module", None)
     assert "x: [] s, ImportError: no module" in capsys.readouterr().out
 
@@ -45,12 +47,19 @@ def test_a_few_steps_of_a_small_model_have_the_same_losses(script, tmp_path, mon
     pytest.importorskip("transformers", minversion="5.15")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FLA_FLASH_QLA", "0")  # the script sets it for the process
+    known, record = [], script.record
+    monkeypatch.setattr(script, "record", lambda x, found: known.extend(found) or record(x, found))
     options = ["finetune", "--tiny", "--steps", "3", "--ways", "ours,PyTorch"]
     assert script.main([*options, "--out", str(tmp_path / "it.json")]) == 0
     capsys.readouterr()
-    ours, theirs = json.loads((tmp_path / "it.json").read_text())["ways"]
-    assert (ours["why"], theirs["why"]) == ("", "")
-    assert len(ours["seconds"]) == 3
-    assert len(ours["losses"]) == 3
-    assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)
-    assert ours["losses"][0] != ours["losses"][-1]
+    run = records.read(tmp_path / "it.json")
+    (row,) = run.rows
+    assert (run.family, row.name) == ("trainer", "trainer-finetune-tiny-64x1")
+    ours, theirs = row.results
+    assert [x.status for x in row.results] == ["ok", "ok"]
+    assert ours.eager_ms > 0
+    assert ours.eager_samples == 1
+    assert theirs.errors["loss"] < 1e-4
+    assert known[0].losses == pytest.approx(known[1].losses, rel=1e-4)
+    assert known[0].losses[0] != known[0].losses[-1]
+    assert "### step of the Trainer" in tables.page(run)
