@@ -65,10 +65,10 @@ def draw(run: Run, folder: Path) -> Iterator[Path]:
     for (kind, heads), rows in groups.items():
         drawn = [Group(lengths_of(x), x.what, bars) for x in rows if (bars := _bars(run, x))]
         if drawn:
-            end = "".join(c if c.isalnum() else "-" for c in heads.replace("/", "x"))
+            end, title = heads.replace("/", "x").replace(", ", "-"), OPERATIONS.get(kind, kind)
             path = folder / f"{run.family}-{kind}-{end}.svg"
-            title = f"{run.family}, {OPERATIONS.get(kind, kind)}, {heads}"
-            path.write_text(svg(title, f"{run.device}, {run.date[:10]}, {run.command}", drawn))
+            caption = f"{run.device}, {run.date[:10]}, {run.command}"
+            path.write_text(svg(f"{run.family}, {title}, {heads}", caption, drawn))
             yield path
 
 

@@ -2,13 +2,12 @@
 
     python -m benchmarks.show                     a list of all records
     python -m benchmarks.show gdn H100 short      records of a family, a GPU, a set, a date, an id
-    python -m benchmarks.show --full conv         in full, as a few always are
     python -m benchmarks.show out/gdn.json        the record in a file of --out
     python -m benchmarks.show --newest gdn        of each row the newest record that has a rival
     python -m benchmarks.show --write             fills the marked tables, and draws the figure
     python -m benchmarks.show --check             exit 1 if they are not what the records say
 
-Every word of FILTER has to match. An id may be its last four letters.
+Every word of FILTER has to match; an id may be its last letters. --full prints more than a few.
 """
 
 import argparse
@@ -28,7 +27,6 @@ from .harness.records import ROOT, Run
 README, PERFORMANCE = Path("README.md"), Path("docs/performance.md")
 SUMMARY = Path("docs/figures/summary.svg")
 CLAIMS = Path(__file__).with_name("claims.jsonl")  # the rows of the front page
-FEW = 3  # records that are printed in full
 
 
 class Claim(NamedTuple):
@@ -60,7 +58,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
             said = [f"## {name}\n\n{tables.family(records.load(), name)}" for name in names]
         else:
             runs = matching(options.filter)
-            full = options.full or (options.filter and len(runs) <= FEW)
+            full = options.full or (options.filter and len(runs) <= 3)
             said = [tables.page(run) for run in runs] if full else [listed(runs)]
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
@@ -96,8 +94,8 @@ def listed(runs: Sequence[Run]) -> str:
         others = [run.labels[n] for n in run.labels if n in timed and not n.startswith("ours")]
         state = "current" if run.current(digests) else "older" if run.kernels else "not named"
         sets, mean = ", ".join(sets_of(run)), f"{tables.mean(ratios):.2f}" if ratios else "–"
-        where = run.device, run.date[:10]
-        body.append([run.id, *where, sets, ", ".join(others), state, str(len(run.rows)), mean])
+        known = run.id, run.device, run.date[:10], sets, ", ".join(others), state
+        body.append([*known, str(len(run.rows)), mean])
     header = ["record", "device", "date", "sets", "rivals", "kernels", "rows", "mean rival / ours"]
     return tables.markdown(header, body, left=6)
 
@@ -106,8 +104,7 @@ def _update(found: dict[Path, str], check: bool) -> int:
     stale = [path for path, x in found.items() if not path.exists() or path.read_text() != x]
     for path in stale:
         if check:
-            said = f"{path}: not what the records say; need their tables: benchmarks.show --write"
-            print(said, file=sys.stderr)
+            print(f"{path}: not what the records say; --write corrects it", file=sys.stderr)
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(found[path])
@@ -142,13 +139,14 @@ def claimed(runs: Sequence[Run]) -> Iterator[tuple[Claim, tables.Pair, float, fl
             rows = (row for row in tables.with_sums(run) if row.name == claim.row)
             pairs = [pair for row in rows for pair in tables.pairs_of(run, row)]
             if found := [pair for pair in pairs if claim.rival in ("", pair.rival)]:
-                pair = min(found, key=lambda pair: pair.theirs)
+                pair = min(found, key=tables.BY_TIME)
                 times = (claim.eager and pair.eager) or (pair.ours, pair.theirs)
                 yield claim, pair, *times
                 break
         else:
-            rival = claim.rival or "a rival"
-            raise ValueError(f"no record of {claim.row} beside {rival}; need one for README.md")
+            raise ValueError(
+                f"no record of {claim.row} beside {claim.rival or 'a rival'}; need one"
+            )
 
 
 def results(runs: Sequence[Run]) -> str:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ SERVING = ("pool_prefill", "pool_decode", "drafts", "decoding")
 TABLES = ("trainer", "model", "gdn", "conv", "dualkv", "hybrid", "sparse_ring", "serving", "ranks")
 EACH_RIVAL = ("trainer", "model", "dualkv", "serving")  # a line for each, not for the best alone
 MOST = 3  # rows of a group that have a line each
+BY_TIME = attrgetter("theirs")
 
 
 class Pair(NamedTuple):
@@ -47,12 +49,10 @@ def marked(ratio: float | None) -> str:
 
 
 def mean(values: Sequence[float]) -> float:
-    """The geometric mean."""
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def gpu(run: Run) -> str:
-    """`H100` of `NVIDIA H100 80GB HBM3`."""
     return run.device.split()[1] if run.device.startswith("NVIDIA ") else run.device
 
 
@@ -61,12 +61,8 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1
     lines = [[*header], [], *map(list, rows)]
     widths = [max(len(line[i]) for line in lines if line) for i in range(len(header))]
     lines[1] = ["-" * w if i < left else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
-    sides = [str.ljust if i < left else str.rjust for i in range(len(header))]
-    padded = ([f(c, w) for f, c, w in zip(sides, x, widths, strict=True)] for x in lines)
-    return "\n".join(f"| {' | '.join(line)} |" for line in padded)
-
-
-# --- a record
+    form = "| " + " | ".join(f"{{:{'<' if i < left else '>'}{w}}}" for i, w in enumerate(widths))
+    return "\n".join(f"{form.format(*line)} |" for line in lines)
 
 
 def rivals(run: Run, row: Row, eager: bool = False) -> dict[str, float]:
@@ -76,8 +72,7 @@ def rivals(run: Run, row: Row, eager: bool = False) -> dict[str, float]:
     known = {name: time for name, time in found.items() if time and name not in ours}
     if re.match(r"[\d.]+% dense", row.what):
         same = row.kind, row.heads, row.tokens, "dense"
-        dense = [x for x in run.rows if (x.kind, x.heads, x.tokens, x.what) == same]
-        for other in dense:
+        for other in (x for x in run.rows if (x.kind, x.heads, x.tokens, x.what) == same):
             known |= {f"{n}, no mask": time for n, time in rivals(run, other, eager).items()}
     return known
 
@@ -120,18 +115,17 @@ def _times(run: Run, rows: Sequence[Row]) -> str:
     stated = {r.implementation for x in rows for r in x.results if r.status != NOT_APPLICABLE}
     names = [name for name in run.labels if name in stated - {*run.missing}]
     header = ["heads", "lengths", "inputs", *(run.labels[name] for name in names)]
-    header += ["rival / ours", "of floor", "MiB", "first call, s", "worst error"]
-    body = []
+    header, body = [*header, "rival / ours", "of floor", "MiB", "first call, s", "worst error"], []
     for row in rows:
         ratios = [ratio(run, row, eager) for eager in (False, True)]
         mine = row.result("ours") or Result("ours", MISSING)
         floor = row.floor_ms / mine.p50_ms if mine.p50_ms else 0
-        worst = max((e or math.inf for r in row.results for e in r.errors.values()), default=None)
-        last = [f"{floor:.0%}" if floor else "–", f"{(mine.peak_bytes or 0) >> 20}"]
-        last += [number(mine.first_call_s), "–" if worst is None else f"{worst:.1e}"]
+        errors = [math.inf if e is None else e for r in row.results for e in r.errors.values()]
         cells = [_cell(run, row.result(name)) for name in names]
-        said = " / ".join(map(marked, ratios)) if any(ratios) else "–"
-        body.append([row.heads, row.layout, row.what, *cells, said, *last])
+        cells += [" / ".join(map(marked, ratios)) if any(ratios) else "–"]
+        cells += [f"{floor:.0%}" if floor else "–", f"{(mine.peak_bytes or 0) >> 20}"]
+        cells += [number(mine.first_call_s), f"{max(errors):.1e}" if errors else "–"]
+        body.append([row.heads, row.layout, row.what, *cells])
     return markdown(header, body, left=3)
 
 
@@ -144,24 +138,19 @@ def _cell(run: Run, result: Result | None) -> str:
     return number(result.p50_ms) + star + eager + host
 
 
-# --- the newest times
-
-
 def newest(runs: Sequence[Run], table: str) -> list[Pair]:
     """Of each row of a family's table the newest record of a GPU that has a rival."""
     found: dict[str, list[Pair]] = {}
     for run in reversed([run for run in runs if run.device_kind == "cuda"]):
         for row in with_sums(run):
             if table_of(row) == table and row.name not in found and (pairs := pairs_of(run, row)):
-                best = [min(pairs, key=lambda pair: pair.theirs)]
-                found[row.name] = pairs if table in EACH_RIVAL else best
+                found[row.name] = pairs if table in EACH_RIVAL else [min(pairs, key=BY_TIME)]
     return [pair for pairs in found.values() for pair in pairs]
 
 
 def table_of(row: Row) -> str:
-    if row.family != "gdn" or not row.kind.startswith((*SERVING, "ranks_")):
-        return row.family
-    return "serving" if row.kind in SERVING else "ranks"
+    of_kind = "serving" if row.kind in SERVING else row.kind.partition("_")[0]
+    return of_kind if row.family == "gdn" and of_kind in TABLES else row.family
 
 
 def pairs_of(run: Run, row: Row) -> list[Pair]:
@@ -199,7 +188,7 @@ def family(runs: Sequence[Run], table: str) -> str:
     """The table of a family, and the records that it is of; empty without any."""
     pairs = sorted(newest(runs, table), key=_order)
     several = len({pair.row.what for pair in pairs}) > 1
-    header = ["operation", *(["inputs"] if several else []), "heads", "lengths"]
+    header = ["operation", *["inputs"] * several, "heads", "lengths"]
     left = len(header)
     header += ["ours, ms", "best rival", "its ms", "ratio", "eager ratio", "GPU", "records"]
     body = []
@@ -210,7 +199,7 @@ def family(runs: Sequence[Run], table: str) -> str:
             names = dict.fromkeys(pair.rival for pair in some)
             lengths = lengths_of(row) if len(some) == 1 else f"{len(some)} shapes"
             body.append([
-                OPERATIONS.get(row.kind, row.kind), *([row.what] if several else []),
+                OPERATIONS.get(row.kind, row.kind), *[row.what] * several,
                 " to ".join(heads[:: max(1, len(heads) - 1)]), lengths,
                 _range([pair.ours for pair in some]), ", ".join(names),
                 _range([pair.theirs for pair in some]),
