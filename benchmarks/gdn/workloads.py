@@ -76,8 +76,22 @@ def short_responses(count: int) -> Lengths:
     return tuple(draw.randint(1, 600) for _ in range(count))
 
 
+class Sequences(Workload):
+    """What has lengths."""
+
+    lengths: Lengths
+
+    @property
+    def layout(self) -> str:
+        return label_lengths(self.lengths)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+
 @dataclass(frozen=True)
-class Gdn(Workload):
+class Gdn(Sequences):
     """One call of the gated delta rule, or of one of its kernels, on packed sequences."""
 
     heads: Heads
@@ -110,19 +124,11 @@ class Gdn(Workload):
         return self.kernel or ("decode" if self.decode else self.direction)
 
     @property
-    def layout(self) -> str:
-        return label_lengths(self.lengths)
-
-    @property
     def what(self) -> str:
         """What the heads and lengths do not say."""
         state = ", initial state" if self.initial_state else ""
         sizes = f", K {self.head_dim}, V {self.V}" if self.head_dim != self.V else ""
         return f"{self.gate} gates{state}{sizes}"
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
 
     def reduced(self, factor: int) -> "Gdn":
         """Every sequence `factor` times shorter, or fewer to decode, for machines without a GPU."""

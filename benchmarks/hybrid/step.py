@@ -29,12 +29,8 @@ class DecodeStep(Workload):
     head_dim: int = 128
 
     family = "hybrid"
-    direction = "fwd"
+    kind, direction, what = "decoding", "fwd", "a token of each sequence"
     width: ClassVar = 4  # of the convolution
-
-    @property
-    def kind(self) -> str:
-        return "decoding"
 
     @property
     def name(self) -> str:
@@ -43,10 +39,6 @@ class DecodeStep(Workload):
     @property
     def layout(self) -> str:
         return f"{self.sequences} of 1"
-
-    @property
-    def what(self) -> str:
-        return "a token of each sequence"
 
     @property
     def tokens(self) -> int:

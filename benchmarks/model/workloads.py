@@ -6,8 +6,8 @@ Four layers of a hybrid model, three of them gated delta nets, or FLA's layer al
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..gdn.workloads import label_lengths
-from ..harness.workload import Heads, Lengths, Workload
+from ..gdn.workloads import Sequences
+from ..harness.workload import Heads, Lengths
 
 
 class Sizes(NamedTuple):
@@ -32,7 +32,7 @@ LINEAR, FULL = 3, 1  # layers of a block
 
 
 @dataclass(frozen=True)
-class ModelStep(Workload):
+class ModelStep(Sequences):
     """Forward and backward of layers, in 16 bits; each row of the batch is a sequence."""
 
     model: str
@@ -59,16 +59,8 @@ class ModelStep(Workload):
         return self.sizes.linear[:2]
 
     @property
-    def layout(self) -> str:
-        return label_lengths(self.lengths)
-
-    @property
     def what(self) -> str:
         return "FLA's layer" if self.model == FLA else f"4 layers of {self.model}"
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
 
     def reduced(self, factor: int) -> "ModelStep":
         """Shorter, and of a small model: without a GPU."""

@@ -6,7 +6,7 @@ sets of `gdn`: `python -m benchmarks.sm90 gdn --set serving`.
 
 from dataclasses import dataclass, replace
 
-from ..gdn.workloads import label_lengths
+from ..gdn.workloads import Sequences
 from ..harness.workload import Direction, Heads, Lengths, Workload
 from ..hybrid.step import DecodeStep
 
@@ -24,7 +24,7 @@ class Serving(Workload):
 
 
 @dataclass(frozen=True)
-class PoolPrefill(Serving):
+class PoolPrefill(Serving, Sequences):
     """Prompts of equal length, from slots of a pool into others; every third starts from zero.
 
     That is prefill behind a prefix cache: whose states it starts from stay. It also lets a call be
@@ -35,9 +35,7 @@ class PoolPrefill(Serving):
     pool: str = "float32"  # the dtype of its states
     every: int = 0  # tokens between checkpoints; 0: none are kept
 
-    @property
-    def kind(self) -> str:
-        return "pool_prefill"
+    kind = "pool_prefill"
 
     @property
     def name(self) -> str:
@@ -46,17 +44,9 @@ class PoolPrefill(Serving):
         return f"gdn-prefill-{self.heads_label}-{layout}-{SHORT[self.pool]}-pool{kept}"
 
     @property
-    def layout(self) -> str:
-        return label_lengths(self.lengths)
-
-    @property
     def what(self) -> str:
         kept = f", a checkpoint every {self.every} tokens" if self.every else ""
         return f"{SHORT[self.pool]} pool{kept}"
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
 
     @property
     def kept(self) -> int:
@@ -82,6 +72,8 @@ class PoolDecode(Serving):
     sequences: int = 1
     drafts: int = 0  # of each sequence, the token before them included; 0: decoding
 
+    what = "fp32 pool"
+
     @property
     def kind(self) -> str:
         return "drafts" if self.drafts else "pool_decode"
@@ -94,10 +86,6 @@ class PoolDecode(Serving):
     @property
     def layout(self) -> str:
         return f"{self.sequences} of {self.width}"
-
-    @property
-    def what(self) -> str:
-        return "fp32 pool"
 
     @property
     def width(self) -> int:
