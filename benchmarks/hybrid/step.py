@@ -85,9 +85,7 @@ def step_inputs(
     gates = torch.stack([normal(N, HV), inputs_of_beta(normal(N, HV))], 1).to(dtype)
     last = rows[:, None, :C].repeat(1, workload.width - 1, 1)
     _, k, v, d, beta = _prepared(workload, StepInputs(rows, gates, last, rows, weights), dtype)
-    s = v * (beta / (1 - d * (1 - beta)))[..., None]  # [N, HV, V]
-    states = torch.einsum("nhv,nhk->nhvk", s, k).float()
-    return StepInputs(rows, gates, last, states, weights)
+    return StepInputs(rows, gates, last, kept_state(k, v, d, beta).float(), weights)
 
 
 def taps_of(x: Tensor) -> Tensor:
@@ -125,14 +123,11 @@ def step_work(workload: DecodeStep, element_size: int) -> Work:
 def step_truth(workload: DecodeStep, inputs: StepInputs) -> Truth:
     from reference import gdn
 
-    q, k, v, d, beta = _prepared(workload, inputs, inputs.rows.dtype)
-    S = inputs.states.double().mT  # [N, HV, K, V]
-    u = beta[..., None] * (v - d[..., None] * torch.einsum("nhkv,nhk->nhv", S, k))
-    after = d[..., None, None] * S + torch.einsum("nhk,nhv->nhkv", k, u)
-    o = torch.einsum("nhkv,nhk->nhv", after, q) * workload.head_dim**-0.5
+    S = inputs.states.double()
+    o = stepped(S, *_prepared(workload, inputs, inputs.rows.dtype))
     y = gdn.gated_rms_norm(o, gate_of(workload, inputs).double(), inputs.weights[3].double())
-    want = {"o": y[None].float(), "ht": after.mT.float()}
-    return Truth(want, tuple(range(workload.heads[0])), workload.heads[0], ())
+    heads = workload.heads[0]
+    return Truth({"o": y[None].float(), "ht": S.float()}, tuple(range(heads)), heads, ())
 
 
 def gate_of(workload: DecodeStep, inputs: StepInputs) -> Tensor:
@@ -141,13 +136,33 @@ def gate_of(workload: DecodeStep, inputs: StepInputs) -> Tensor:
 
 
 def _prepared(workload: DecodeStep, inputs: StepInputs, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """q and k of each value head, v, the decay and beta, in fp64; q, k and v were rounded."""
-    from reference import conv, gdn
+    """What the rule gets of a token, behind the convolution, which rounds."""
+    from reference import conv
 
-    (H, HV), D, C = workload.heads, workload.head_dim, workload.channels
     taps, A_log, dt_bias, _ = (x.double() for x in inputs.weights)
-    rows = inputs.rows[:, :C].double(), inputs.last.double().mT, taps, None, True
-    y = torch.unflatten(conv.update(*rows)[0].to(dtype).double(), 1, (-1, D))
+    rows = inputs.rows[:, : workload.channels].double()
+    y = conv.update(rows, inputs.last.double().mT, taps, None, True)[0].to(dtype).double()
+    return token(workload.heads, y, *inputs.gates.double().unbind(1), A_log, dt_bias)
+
+
+def token(
+    heads: Heads, y: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor
+) -> tuple[Tensor, ...]:
+    """q and k of each value head, v, the decay and beta, in fp64, of rows y of all heads."""
+    from reference import gdn
+
+    (H, HV), y = heads, torch.unflatten(y, 1, (2 * heads[0] + heads[1], -1))
     q, k = (gdn.l2norm(x).repeat_interleave(HV // H, 1) for x in (y[:, :H], y[:, H : 2 * H]))
-    a, b = inputs.gates.double().unbind(1)
     return q, k, y[:, 2 * H :], gdn.gate(a[:, None], A_log, dt_bias)[:, 0].exp(), b.sigmoid()
+
+
+def kept_state(k: Tensor, v: Tensor, d: Tensor, beta: Tensor) -> Tensor:
+    """The state [N, HV, V, K] that a token leaves as it is."""
+    return torch.einsum("nhv,nhk->nhvk", v * (beta / (1 - d * (1 - beta)))[..., None], k)
+
+
+def stepped(S: Tensor, q: Tensor, k: Tensor, v: Tensor, d: Tensor, beta: Tensor) -> Tensor:
+    """Returns o of a token, and leaves the state after it in S."""
+    u = beta[..., None] * (v - d[..., None] * torch.einsum("nhvk,nhk->nhv", S, k))
+    S.mul_(d[..., None, None]).add_(torch.einsum("nhk,nhv->nhvk", k, u))
+    return torch.einsum("nhvk,nhk->nhv", S, q) * q.shape[-1] ** -0.5

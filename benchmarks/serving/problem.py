@@ -26,7 +26,7 @@ from ..gdn.problem import CHUNK, GdnInputs, gdn_inputs, gdn_work, heads_at_once,
 from ..gdn.workloads import Gdn
 from ..harness.floor import Work
 from ..harness.truth import Truth, head_axis
-from ..hybrid.step import inputs_of_beta
+from ..hybrid.step import inputs_of_beta, kept_state, stepped, token
 from .workloads import PoolDecode, PoolPrefill
 
 PAGE = 4096  # numbers of a page that belong to something else
@@ -193,14 +193,13 @@ def decode_inputs(
     gates = torch.cat([normal(N, HV), inputs_of_beta(normal(N, HV))], 1).to(dtype)
     inputs = DecodeInputs(rows, gates, normal(workload.live, HV, D, D), weights)
     for part in _parts(workload):
-        _, k, v, d, beta = prepared(workload, inputs, part)
-        s = v * (beta / (1 - d * (1 - beta)))[..., None]
-        fixed = torch.einsum("nhv,nhk->nhvk", s, k)
-        noise = inputs.states[part]
+        _, *of_state = prepared(workload, inputs, part)
+        fixed, noise = kept_state(*of_state), inputs.states[part]
         if workload.drafts:
             noise.zero_()
-        # a number of `noise` is about 1, a number of a state about |s| / D
-        noise.mul_((APART / D * s.norm(dim=-1))[..., None, None]).add_(fixed)
+        # a number of `noise` is about 1, a number of a state about its norm / D
+        norm = fixed.flatten(-2).norm(dim=-1)
+        noise.mul_((APART / D * norm)[..., None, None]).add_(fixed)
     return inputs
 
 
@@ -228,11 +227,8 @@ def decode_work(workload: PoolDecode, element_size: int) -> Work:
 def decode_truth(workload: PoolDecode, inputs: DecodeInputs) -> Truth:
     o, states = [], []
     for part in _parts(workload):
-        q, k, v, d, beta = prepared(workload, inputs, part)
         S = inputs.states[part].double()
-        u = beta[..., None] * (v - d[..., None] * torch.einsum("nhvk,nhk->nhv", S, k))
-        S.mul_(d[..., None, None]).add_(torch.einsum("nhk,nhv->nhvk", k, u))
-        o.append(torch.einsum("nhvk,nhk->nhv", S, q) * workload.head_dim**-0.5)
+        o.append(stepped(S, *prepared(workload, inputs, part)))
         states.append(S.float())
     each = workload.width
     want = {
@@ -243,15 +239,10 @@ def decode_truth(workload: PoolDecode, inputs: DecodeInputs) -> Truth:
 
 
 def prepared(workload: PoolDecode, inputs: DecodeInputs, part: slice) -> tuple[Tensor, ...]:
-    """q and k of each value head, v, the decay and beta of some sequences, in fp64."""
-    from reference import gdn
-
-    (H, HV), D = workload.heads, workload.head_dim
-    A_log, dt_bias = (x.double() for x in inputs.weights)
-    y = torch.unflatten(inputs.rows[part].double(), 1, (-1, D))
-    q, k = (gdn.l2norm(x).repeat_interleave(HV // H, 1) for x in (y[:, :H], y[:, H : 2 * H]))
+    """What the rule gets of a token, of some sequences."""
     a, b = inputs.gates[part].double().chunk(2, 1)
-    return q, k, y[:, 2 * H :], gdn.gate(a[:, None], A_log, dt_bias)[:, 0].exp(), b.sigmoid()
+    weights = (x.double() for x in inputs.weights)
+    return token(workload.heads, inputs.rows[part].double(), a, b, *weights)
 
 
 def _parts(workload: PoolDecode) -> Iterator[slice]:
