@@ -30,8 +30,8 @@ from .problem import (
 )
 from .workloads import DecoderLayer, SharedPrompts
 
-BLOCK = 128  # rows and columns of its blocks
-LENGTHS = 256  # that a process may compile it for; torch gives up after 8
+FLEX_BLOCK = 128  # rows and columns of FlexAttention's blocks
+LENGTHS = 256  # that a process may compile FlexAttention for; torch gives up after 8
 
 
 def _bounds(lengths: tuple[int, ...], device: torch.device) -> Tensor:
@@ -259,7 +259,7 @@ class FlexAttention(Implementation):
     """
 
     name, label = "flex", "FlexAttention"
-    module, distribution = "torch.nn.attention.rivals_attention", "torch"
+    module, distribution = "torch.nn.attention.flex_attention", "torch"
     by_length = True
     compiled = True
     lacks: ClassVar = {"layer": ATTENTION_ALONE, "index": "it is given its lines"}
@@ -302,16 +302,16 @@ def block_mask(flex: Any, visible: Visible, tokens: int, device: torch.device) -
     """create_block_mask's result, a strip of queries at a time: 128K tokens have 17 GB of mask."""
     token = torch.arange(tokens, device=device)
     strips = []
-    for start in range(0, tokens, BLOCK):
-        seen = visible(token[start : start + BLOCK, None], token[None])
-        whole = pad(seen, (0, -tokens % BLOCK, 0, BLOCK - len(seen)))
-        strips.append(torch.unflatten(whole, 1, (-1, BLOCK)).sum((0, 2)))
+    for start in range(0, tokens, FLEX_BLOCK):
+        seen = visible(token[start : start + FLEX_BLOCK, None], token[None])
+        whole = pad(seen, (0, -tokens % FLEX_BLOCK, 0, FLEX_BLOCK - len(seen)))
+        strips.append(torch.unflatten(whole, 1, (-1, FLEX_BLOCK)).sum((0, 2)))
     pairs = torch.stack(strips)[None, None]  # [1, 1, blocks, blocks]
-    full = pairs == BLOCK**2
+    full = pairs == FLEX_BLOCK**2
     return flex.BlockMask.from_kv_blocks(
         *_listed((pairs > 0) & ~full),
         *_listed(full),
-        BLOCK_SIZE=BLOCK,
+        BLOCK_SIZE=FLEX_BLOCK,
         mask_mod=lambda batch, head, query, key: visible(query, key),
         seq_lengths=(tokens, tokens),
     )

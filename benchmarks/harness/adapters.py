@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 Outputs = dict[str, Tensor]
-INSTALLING = "docs/install.md says what installs it"
+INSTALLING = "docs/install.md#compare-with-other-libraries says what installs it"
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ VARIANTS_ARE_CALLED = "2026-11-25"
 SEGMENTS_ARE_KEPT = "2026-11-23T12"  # by FlashQLA for its backward, in graphs too
 # what records until 2026-11-27 say of a library that is missing, and the page that has it
 WRONG_PAGE = "docs/performance.md says how to install rivals"
-RIGHT_PAGE = "docs/install.md says what installs it"
+RIGHT_PAGE = "docs/install.md#compare-with-other-libraries says what installs it"
 
 
 @dataclass(frozen=True)
