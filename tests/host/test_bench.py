@@ -270,11 +270,6 @@ def test_bad_arguments_are_refused_with_what_there_is(arguments, there_is, capsy
     assert len(said.splitlines()) == 2  # the usage is short
 
 
-@pytest.mark.parametrize("said", ["1x48 is 48 sequences of one token", "engines", "FAMILY.log"])
-def test_the_help_explains(said, capsys):
-    with pytest.raises(SystemExit):
-        sm90.parse(["--help"])
-    assert said in " ".join(capsys.readouterr().out.split())
 
 
 def test_64_tokens_of_a_sequence_may_be_decoded():

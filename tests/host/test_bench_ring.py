@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -127,18 +126,8 @@ def test_what_is_killed_leaves_its_rows(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1].endswith("compute 2.50  slowed 0.25")
 
 
-def test_the_help_says_what_is_the_default(capsys):
-    with pytest.raises(SystemExit):
-        parse(["--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    for option in ("--tokens", "--heads", "--density", "--samples", "--queued", "--dense"):
-        default = re.escape(str({"--heads": "2/16"}.get(option, defaults()[option[2:]])))
-        assert re.search(rf"{option} (?:(?! --).)*\(default: {default}\)", said), option
 
 
-def defaults() -> dict[str, object]:
-    given = vars(parse([]))
-    return {**given, "tokens": given["tokens"][0]}
 
 
 def test_of_transfers_what_shows_is_what_compute_does_not_take():
