@@ -270,8 +270,6 @@ def test_bad_arguments_are_refused_with_what_there_is(arguments, there_is, capsy
     assert len(said.splitlines()) == 2  # the usage is short
 
 
-
-
 def test_64_tokens_of_a_sequence_may_be_decoded():
     (found,) = sm90.parse(["gdn", "--lengths", "64x2", "--direction", "decode"]).own
     assert found.lengths == (64, 64)

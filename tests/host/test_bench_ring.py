@@ -126,10 +126,6 @@ def test_what_is_killed_leaves_its_rows(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1].endswith("compute 2.50  slowed 0.25")
 
 
-
-
-
-
 def test_of_transfers_what_shows_is_what_compute_does_not_take():
     row = RingRow("", 1024, 2, 3.0, 4.0, 1.0, compute_ms=6.0, transfers_ms=2.0)
     assert row.hidden == 0.5
