@@ -68,6 +68,11 @@ class HybridPart(SharedPrompts):
         keys, values = (count * self.linear_dim for count in self.linear_heads)
         return keys, keys, values
 
+    @property
+    def whole_tokens(self) -> int:
+        """Of all sequences in full."""
+        return sum(len(prompt) + len(response) for prompt, response in self.sequences())
+
     def reduced(self, factor: int) -> "HybridPart":
         """A small model, prompts and responses `factor` times shorter: without a GPU."""
         shorter = cast("HybridPart", super().reduced(factor))

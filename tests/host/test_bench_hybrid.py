@@ -93,7 +93,7 @@ def test_the_work_of_a_block_is_that_of_its_parts():
     assert mixers == 3 * linear + full
     assert whole == mixers + 4 * mlp
     block = HYBRID["block"][0]
-    assert (block.tokens, sum(replicas(block, CPU).lengths)) == (32768, 147456)
+    assert (block.tokens, block.whole_tokens) == (32768, 147456)
     assert mlp == 6 * 3 * 2048 * 6144 * block.tokens
     assert problem_of(SMALL, CPU).work == layer_work(SMALL, 4)
 
