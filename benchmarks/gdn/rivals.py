@@ -1,4 +1,4 @@
-"""The gated delta rule by FlashQLA, FlashInfer, FLA, and by its definition; by us in ours_gdn."""
+"""The gated delta rule by FlashQLA, FlashInfer, FLA, and by its definition."""
 
 import importlib
 import os
