@@ -24,15 +24,11 @@ import importlib.metadata
 import json
 import multiprocessing
 import os
-import shlex
-import subprocess
 import sys
-import sysconfig
 import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,12 +38,9 @@ from qla_kernels.errors import Unsupported, need
 from qla_kernels.inspect import gather, rules, sass
 from qla_kernels.native import prebuilt, sources
 from qla_kernels.native.host_function import read_entry
+from qla_kernels.native.launcher import compile_launcher, whole
 from qla_kernels.tile.schedule import Schedule
 
-COMPILER_FLAGS = [
-    "-std=c11", "-O2", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-cast-function-type",
-    "-Wno-missing-field-initializers", "-fPIC", "-shared", "-fvisibility=hidden",
-]  # fmt: skip
 LONG_AGO = (1980, 1, 1, 0, 0, 0)  # so that the file depends on its contents alone
 
 
@@ -153,7 +146,7 @@ def write(
     }
     path = folder / prebuilt.FILE.format(of_set)
     with (
-        _unfinished(path) as place,
+        whole(path) as place,
         zipfile.ZipFile(place, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as file,
     ):
         _add(file, prebuilt.MANIFEST, json.dumps(manifest, indent=1).encode())
@@ -164,49 +157,10 @@ def write(
     return path
 
 
-@contextmanager
-def _unfinished(path: Path) -> Iterator[Path]:
-    """Yields a file to write; it gets the name `path` when it is complete, and none if that fails.
-
-    So processes that read the folder, or build into it, at the same time see whole files.
-    """
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    os.close(handle)
-    place = Path(name)
-    try:
-        yield place
-        place.chmod(0o644)
-        os.replace(place, path)
-    finally:
-        place.unlink(missing_ok=True)
-
-
 def _add(file: zipfile.ZipFile, name: str, contents: bytes) -> None:
     about = zipfile.ZipInfo(name, LONG_AGO)
     about.compress_type = zipfile.ZIP_DEFLATED
     file.writestr(about, contents)
-
-
-def compile_launcher(folder: Path) -> Path:
-    """Compiles launcher.c into `folder`; any Python from 3.10 on can import the result.
-
-    Raises Unsupported without a C compiler or Python's headers.
-    """
-    path = folder / prebuilt.LAUNCHER
-    source = Path(prebuilt.__file__).with_name("launcher.c")
-    compiler = shlex.split(os.environ.get("CC", "cc"))
-    headers = sysconfig.get_paths()["include"]
-    with _unfinished(path) as place:
-        command = [*compiler, *COMPILER_FLAGS, f"-I{headers}", "-o", str(place), str(source)]
-        try:
-            done = subprocess.run([*command, "-ldl", "-pthread"], capture_output=True, text=True)
-        except OSError as error:
-            fix = "install gcc or clang, or set CC"
-            raise Unsupported(need("qla_kernels.build", str(error), "a C compiler", fix)) from error
-        if done.returncode:
-            fix = "install Python's headers (python3-dev) and a C11 compiler"
-            raise Unsupported(need("qla_kernels.build", done.stderr.strip(), "to compile", fix))
-    return path
 
 
 def selected(names: Sequence[str]) -> list[tuple[jit.Kernel, Any]]:

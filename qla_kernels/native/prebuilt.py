@@ -1,6 +1,6 @@
 """Finds prebuilt kernels and makes their launchers.
 
-`QLA_PREBUILT` names a folder that `python -m qla_kernels.build` filled, or one of its kernel files,
+`QLA_PREBUILT` names a folder that `python -m qla_kernels build` filled, or one of its kernel files,
 beside which the launcher lies. Of a folder's two sets the driver decides; without a driver, checks
 read both. A file that is named is used whatever its set, if the driver can read it. If QLA_PREBUILT
 is not set, the folder `prebuilt` inside the package is used, which a wheel with kernels has; if it
@@ -18,7 +18,6 @@ import os
 import sysconfig
 import threading
 import zipfile
-import zlib
 from collections.abc import Callable, Iterable
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
@@ -28,17 +27,19 @@ from qla_kernels import digests
 from qla_kernels.compiler import NEEDS_TILELANG
 from qla_kernels.compiler import can_compile as can_compile  # for those who ask here
 from qla_kernels.errors import Unsupported, need
+from qla_kernels.native import launcher as launcher_file
+from qla_kernels.native.launcher import contents_of, damaged
 from qla_kernels.native.pack import DTYPES, pack, texts
 from qla_kernels.native.sources import PACKAGE, fingerprint, module_of
 
 FORMAT = 3  # of kernel files; goes up with every change of entries or of launcher.c that they need
 SETS = ("13", "12.9")  # ptxas; a driver of CUDA 12 reads only the second
 TOOLS = ("tilelang", "nvcc", "ptxas")  # whose versions a manifest has; the last if it was named
-FILE, MANIFEST, LAUNCHER = "kernels-{}.zip", "manifest.json", "launcher.abi3.so"
+FILE, MANIFEST, LAUNCHER = "kernels-{}.zip", "manifest.json", launcher_file.NAME
 DRIVER_OF_13 = 13000
 CUDA = 2  # DLPack's number
 MEMBERS = {"entry": "{}.json", "cubin": "{}.cubin"}  # of a kernel file, by their names in manifests
-SECTIONS = (40, 48), (58, 60), (60, 62)  # of an ELF file's header: where section headers are
+ABOUT = ("digest", "sources", "entry", "cubin")  # of a kernel, in manifests
 
 INSIDE = PACKAGE / "prebuilt"
 NOTHING_TO_LAUNCH = f"{NEEDS_TILELANG} is not installed either, so calls with CUDA tensors raise"
@@ -73,7 +74,7 @@ class KernelFile(NamedTuple):
         name = MEMBERS[kind].format(label)
         try:
             contents = self.contents.read(name)
-        except (KeyError, zipfile.BadZipFile, zlib.error, EOFError) as error:
+        except Exception as error:  # zipfile raises many types for damaged bytes
             raise damaged(self.path, f"{name} ({error})") from error
         if hashlib.sha256(contents).hexdigest() != self.kernels[label][kind]:
             raise damaged(self.path, name)
@@ -108,10 +109,15 @@ def _read(file: KernelFile, label: str) -> Prebuilt | None:
 
 
 def _launch_of(file: KernelFile, label: str) -> Callable[..., None]:
-    entry = json.loads(file.read(label, "entry"))
-    native, cubin = _native(file.path.with_name(LAUNCHER)), file.read(label, "cubin")
+    contents, cubin = file.read(label, "entry"), file.read(label, "cubin")
+    native = _native(file.path.with_name(LAUNCHER))
     launch: Callable[..., None]
-    launch = native.launcher(label, entry["function"], cubin, pack(entry), *texts(entry))
+    try:
+        entry = json.loads(contents)
+        launch = native.launcher(label, entry["function"], cubin, pack(entry), *texts(entry))
+    except Exception as error:  # an entry of another form
+        name = MEMBERS["entry"].format(label)
+        raise damaged(file.path, f"{name} ({type(error).__name__}: {error})") from error
     return launch
 
 
@@ -165,17 +171,21 @@ def _kernels(wanted: str | None) -> KernelFile | str:
     if wanted == "":
         return "QLA_PREBUILT is empty"
     place = _place(wanted)
-    if wanted is not None and not place.exists():
-        fix = "set it to the folder of `python -m qla_kernels.build --out FOLDER`"
+    if wanted is not None and not os.path.exists(place):
+        fix = "set it to the folder of `python -m qla_kernels build --out FOLDER`"
         raise Unsupported(need("QLA_PREBUILT", f"{place} does not exist", "a folder or file", fix))
     *files, launcher = files_of(place)
-    if not files or not launcher.exists():
+    if not files or not os.path.exists(launcher):
         if wanted is None:
             return "this installation has no prebuilt kernels"
         kernels = " or ".join(FILE.format(of_set) for of_set in SETS)
         got = f"no {kernels} in {place}" if not files else f"no {launcher}"
-        fix = "name the folder of `python -m qla_kernels.build --out FOLDER`, or unset QLA_PREBUILT"
+        fix = "name the folder of `python -m qla_kernels build --out FOLDER`, or unset QLA_PREBUILT"
         raise Unsupported(need("QLA_PREBUILT", got, f"kernels, and {LAUNCHER} beside them", fix))
+    if not launcher_file.is_current(launcher):
+        why = f"{launcher} was compiled from other C sources than these"
+        log.warning("%s; kernels are compiled; `python -m qla_kernels build` renews it", why)
+        return why
     file, driver = opened(files[0]), _driver_version(launcher)
     # without a driver nothing will be launched, and `others` has the other set
     if driver == 0 or driver >= DRIVER_OF_13 or file.manifest["set"] != SETS[0]:
@@ -189,7 +199,7 @@ def _kernels(wanted: str | None) -> KernelFile | str:
 
 
 def _place(wanted: str | None) -> Path:
-    return INSIDE if wanted is None else Path(wanted).expanduser()
+    return INSIDE if wanted is None else Path(os.path.expanduser(wanted))
 
 
 def others() -> list[KernelFile]:
@@ -207,26 +217,38 @@ def others() -> list[KernelFile]:
 def files_of(place: Path) -> list[Path]:
     """Returns the kernel files of a folder, or the file itself, and the launcher's path."""
     files = [place] if place.is_file() else [place / FILE.format(of_set) for of_set in SETS]
-    return [*(path for path in files if path.exists()), files[0].with_name(LAUNCHER)]
+    return [*filter(os.path.exists, files), files[0].with_name(LAUNCHER)]
 
 
 def opened(path: Path) -> KernelFile:
     """Reads a kernel file; raises Unsupported if it is damaged or of another format."""
     try:
-        file = zipfile.ZipFile(io.BytesIO(path.read_bytes()))
+        file = zipfile.ZipFile(io.BytesIO(contents_of(path)))
         manifest = json.loads(file.read(MANIFEST))
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile, zlib.error, EOFError) as error:
+        _check_form(manifest)
+    except Exception as error:  # zipfile and json raise many types for damaged bytes
         raise damaged(path, f"its manifest ({error})") from error
     if manifest["format"] != FORMAT:
         got = f"{path} is of format {manifest['format']}"
-        fix = "run `python -m qla_kernels.build` again"
+        fix = "run `python -m qla_kernels build` again"
         raise Unsupported(need("qla_kernels", got, f"format {FORMAT}", fix))
     return KernelFile(path, manifest, file)
 
 
-def damaged(path: Path, what: str) -> Unsupported:
-    fix = "install qla_kernels again, or run `python -m qla_kernels.build` again"
-    return Unsupported(need("qla_kernels", f"cannot read {what} in {path}", "a whole file", fix))
+def _check_form(manifest: Any) -> None:
+    """Raises ValueError unless a manifest of this format has all fields, of the right types."""
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("format"), int):
+        raise ValueError("no format")
+    if manifest["format"] != FORMAT:
+        return
+    for name in ("set", *TOOLS[:2]):
+        if not isinstance(manifest.get(name), str):
+            raise ValueError(f"no {name}")
+    if not isinstance(manifest.get("kernels"), dict):
+        raise ValueError("no kernels")
+    for label, about in manifest["kernels"].items():
+        if not isinstance(about, dict) or not all(isinstance(about.get(x), str) for x in ABOUT):
+            raise ValueError(f"{label} without {', '.join(ABOUT)}")
 
 
 def _driver_version(launcher: Path) -> int:
@@ -252,7 +274,7 @@ def _native(path: Path) -> Any:
         got = f"this Python is free-threaded, for which {path} was not compiled"
         fix = "use such a Python, or set QLA_PREBUILT to nothing and compile kernels with TileLang"
         raise Unsupported(need("qla_kernels", got, "a Python with the GIL", fix))
-    check_launcher(path)
+    launcher_file.is_current(path)  # raises if it is damaged
     loader = ExtensionFileLoader("launcher", str(path))
     spec = importlib.util.spec_from_loader("launcher", loader, origin=str(path))
     assert spec is not None
@@ -273,19 +295,6 @@ def _exchange(tensor: type) -> object:
     return found if type(found).__name__ == "PyCapsule" else None
 
 
-def check_launcher(path: Path) -> None:
-    """Raises Unsupported for a file that is cut short, whose import would end the process."""
-    try:
-        contents = path.read_bytes()
-    except OSError as error:
-        raise damaged(path, f"the launcher ({error})") from error
-    if contents[:4] != b"\x7fELF":
-        raise damaged(path, "the launcher (not an ELF file)")
-    headers, size, number = (int.from_bytes(contents[a:b], "little") for a, b in SECTIONS)
-    if len(contents) < headers + size * number or not headers:
-        raise damaged(path, f"the launcher (cut to {len(contents)} bytes)")
-
-
 def checked(place: Path) -> list[Path]:
     """Returns the files of a folder that go into a wheel: kernel files, and the launcher last.
 
@@ -294,20 +303,20 @@ def checked(place: Path) -> list[Path]:
     """
     *files, launcher = files_of(place)
     if not files:
-        fix = "run `python -m qla_kernels.build --out FOLDER`"
+        fix = "run `python -m qla_kernels build --out FOLDER`"
         raise Unsupported(need("QLA_PREBUILT", f"no kernels in {place}", "a built folder", fix))
-    check_launcher(launcher)
+    launcher_file.is_current(launcher)
     every = digests.recorded()
     for file in map(opened, files):
         if other := sorted(label for label in file.kernels if not file.has(label)):
             got = (
                 f"{file.path} was built from other sources of {len(other)} kernels ({other[0]}, ..)"
             )
-            fix = "run `python -m qla_kernels.build` in this checkout"
+            fix = "run `python -m qla_kernels build` in this checkout"
             raise Unsupported(need("QLA_PREBUILT", got, "kernels of these sources", fix))
         if absent := sorted(every.keys() - file.kernels.keys()):
             got = f"{file.path} lacks {len(absent)} of {len(every)} variants ({absent[0]}, ..)"
-            fix = "run `python -m qla_kernels.build --out FOLDER` without names of kernels"
+            fix = "run `python -m qla_kernels build --out FOLDER` without names of kernels"
             raise Unsupported(need("QLA_PREBUILT", got, "all of them for a wheel", fix))
         for label in file.kernels:
             for kind in MEMBERS:

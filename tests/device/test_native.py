@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qla_kernels import build, chunk_gated_delta_rule, jit
 from qla_kernels.native import prebuilt
+from qla_kernels.native.launcher import compile_launcher
 from tests.gdn_calls import Call, leaves, on_gpu
 
 pytestmark = [
@@ -62,7 +63,7 @@ def folder(compiled: tuple[list[Tensor], set[str]], tmp_path_factory) -> Path:
         if jit.label(kernel.module, variant) in compiled[1]
     ]
     path = tmp_path_factory.mktemp("prebuilt")
-    build.compile_launcher(path)
+    compile_launcher(path)
     build.write(build.build_all(wanted, None), path, build.set_of(), build.versions())
     return path
 

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from qla_kernels.build import compile_launcher
+from qla_kernels.native.launcher import compile_launcher
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = ("libcuda.so.1", "libcudart.so.13")
