@@ -1,6 +1,6 @@
 """Puts prebuilt kernels into a wheel: `QLA_PREBUILT=FOLDER python -m build --wheel`.
 
-`python -m qla_kernels.build --out FOLDER` fills such a folder. The wheel then has its kernels and
+`python -m qla_kernels build --out FOLDER` fills such a folder. The wheel then has its kernels and
 the launcher in `qla_kernels/prebuilt`, and a tag for the machine that the launcher was compiled
 for. The build prints each set and its number of kernels, and ends if one is lacking, damaged or of
 other sources. Without QLA_PREBUILT the wheel has no binary file. An editable installation never has

@@ -2,8 +2,8 @@
 
 docs/kernels.md walks through this file. Neither command needs a GPU:
 
-    python -m qla_kernels.inspect examples/own_kernel.py     compares machine code with the schedule
-    python -m qla_kernels.emulator examples/own_kernel.py    compares numbers, in six orders
+    python -m qla_kernels inspect examples/own_kernel.py     compares machine code with the schedule
+    python -m qla_kernels emulate examples/own_kernel.py    compares numbers, in six orders
 
 Steps (numbers appear again in the roles); a CTA makes 64 rows and 64 columns of C:
     1 load      64 columns of 64 rows of A and of B
@@ -142,6 +142,6 @@ def case(variant: Variant) -> Case:
 
 
 if __name__ == "__main__":
-    from qla_kernels.emulator.__main__ import main
+    from qla_kernels.emulator.command import main
 
     raise SystemExit(main([__file__]))

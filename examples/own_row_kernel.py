@@ -2,8 +2,8 @@
 
 One role, without barriers: threads load a row, add up its squares together, and store it.
 
-    python -m qla_kernels.inspect examples/own_row_kernel.py
-    python -m qla_kernels.emulator examples/own_row_kernel.py
+    python -m qla_kernels inspect examples/own_row_kernel.py
+    python -m qla_kernels emulate examples/own_row_kernel.py
 """
 
 from typing import NamedTuple
@@ -67,6 +67,6 @@ def case(variant: Variant) -> Case:
 
 
 if __name__ == "__main__":
-    from qla_kernels.emulator.__main__ import main
+    from qla_kernels.emulator.command import main
 
     raise SystemExit(main([__file__]))

@@ -1,8 +1,8 @@
 """Compiles kernels ahead of time, for processes that have neither TileLang nor nvcc.
 
-    python -m qla_kernels.build --out FOLDER                   every variant of every kernel
-    python -m qla_kernels.build --out FOLDER gdn attn.delta    of a family, of one kernel
-    python -m qla_kernels.build --out FOLDER --ptxas PATH      assembled by another ptxas
+    python -m qla_kernels build --out FOLDER                   every variant of every kernel
+    python -m qla_kernels build --out FOLDER gdn attn.delta    of a family, of one kernel
+    python -m qla_kernels build --out FOLDER --ptxas PATH      assembled by another ptxas
 
 Writes FOLDER/kernels-13.zip, or kernels-12.9.zip if nvcc, or the ptxas that is named, is that of
 CUDA 12.9, and compiles the launcher, FOLDER/launcher.abi3.so. `QLA_PREBUILT=FOLDER` makes
@@ -18,7 +18,6 @@ generated code, a fingerprint of its sources and checksums. NOTICES has the lice
 are compiled into the kernels. The same sources and tools give the same bytes.
 """
 
-import argparse
 import hashlib
 import importlib.metadata
 import json
@@ -32,7 +31,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qla_kernels import __version__, digests, jit
+from qla_kernels import __version__, command_line, digests, jit
 from qla_kernels import ptxas as other_ptxas
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.inspect import gather, rules, sass
@@ -103,7 +102,7 @@ def set_of(ptxas: Path | None = None) -> str:
     found = release if release in prebuilt.SETS else release.partition(".")[0]
     if found not in prebuilt.SETS:
         needs, fix = " or ".join(prebuilt.SETS), "set CUDA_HOME to one of these, or --ptxas"
-        raise Unsupported(need("qla_kernels.build", f"{tool} {version}", needs, fix))
+        raise Unsupported(need("build", f"{tool} {version}", needs, fix))
     return found
 
 
@@ -168,8 +167,8 @@ def selected(names: Sequence[str]) -> list[tuple[jit.Kernel, Any]]:
     known = {".".join(name) for name in jit.kernel_names()}
     for name in names:
         if name not in known | {kernel.partition(".")[0] for kernel in known}:
-            fix = "python -m qla_kernels.warmup --list shows all"
-            raise ValueError(need("qla_kernels.build", name, "a kernel or a family", fix))
+            fix = "see python -m qla_kernels warmup --list"
+            raise ValueError(need("build", name, "a kernel or a family", fix))
     return [
         (kernel, variant)
         for kernel in jit.kernel_modules()
@@ -227,9 +226,7 @@ def _build_named(family: str, name: str, number: int, ptxas: Path | None) -> Bui
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        "python -m qla_kernels.build", description="Compile kernels ahead of time."
-    )
+    parser = command_line.parser("build", __doc__)
     parser.add_argument("kernels", nargs="*", help="families or family.kernel; default: all")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--ptxas", type=Path, metavar="PATH", help="in place of nvcc's own")
@@ -251,7 +248,3 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     sys.stdout.write(f"{len(found)} kernels in {path}, {path.stat().st_size / 2**20:.2f} MiB\n")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,8 +1,8 @@
 """Checks an edited kernel: its schedule, its cases in the emulator, and on a Hopper GPU.
 
-    python -m qla_kernels.check gdn.fused_fwd                              its first variant
-    python -m qla_kernels.check gdn.fused_fwd --variant bf16-k128-v64      another one
-    python -m qla_kernels.check gdn.fused_fwd --all                        every variant
+    python -m qla_kernels check gdn.fused_fwd                              its first variant
+    python -m qla_kernels check gdn.fused_fwd --variant bf16-k128-v64      another one
+    python -m qla_kernels check gdn.fused_fwd --all                        every variant
 
 Inspection and emulation run at the same time and need no GPU. The cases are in
 qla_kernels/selftest; the emulated tests are in the repository and not in the wheel. The exit status
@@ -44,8 +44,8 @@ def check(kernel: str, variant: str) -> list[Outcome]:
     """
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(EMULATED)]
     wanted = [f"--kernel={kernel}", *([f"--variant={variant}"] if variant else [])]
-    inspect = [sys.executable, "-m", "qla_kernels.inspect", kernel, "--exact", variant]
-    selftest = [sys.executable, "-m", "qla_kernels.selftest", kernel, variant]
+    inspect = [sys.executable, "-m", "qla_kernels", "inspect", kernel, "--exact", variant]
+    selftest = [sys.executable, "-m", "qla_kernels", "selftest", kernel, variant]
     with ThreadPoolExecutor() as pool:
         outcomes = [
             pool.submit(_ran, f"inspect {kernel} {variant}".strip(), inspect),
@@ -96,8 +96,8 @@ def chosen(kernel: str, variant: str, every: bool) -> str:
     return "" if every else variant or ids[0]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = command_line.parser("python -m qla_kernels.check", __doc__)
+def main(arguments: Sequence[str]) -> int:
+    parser = command_line.parser("check", __doc__)
     parser.add_argument("kernel", help="family.kernel")
     parser.add_argument("--variant", default="", metavar="ID", help="left out: the first one")
     parser.add_argument("--all", action="store_true", help="every variant")
@@ -111,7 +111,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.stdout.writelines(f"--- {outcome.what}\n{outcome.said}\n" for outcome in outcomes)
     sys.stdout.writelines(f"{outcome}\n" for outcome in outcomes)
     return 1 if any(outcome.status for outcome in outcomes) else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

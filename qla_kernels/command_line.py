@@ -1,14 +1,27 @@
 """Parsers of command lines whose help is a module's docstring."""
 
 import argparse
+from pathlib import Path
+
+from qla_kernels.errors import Unsupported, need
+
+PROGRAM = "python -m qla_kernels"
+ROOT = Path(__file__).resolve().parents[1]
 
 
-def parser(program: str, doc: str | None) -> argparse.ArgumentParser:
+def parser(command: str, doc: str | None) -> argparse.ArgumentParser:
     """Returns a parser with the docstring's first line before the options, the rest behind them."""
     first, _, rest = (doc or "").partition("\n\n")
     return argparse.ArgumentParser(
-        prog=program,
+        prog=f"{PROGRAM} {command}",
         description=first,
         epilog=rest,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def need_checkout(what: str) -> None:
+    """Raises Unsupported unless this package is imported from a checkout of the repository."""
+    if not (ROOT / "pyproject.toml").exists():
+        fix = "clone the repository, and run the command there"
+        raise Unsupported(need(what, f"no pyproject.toml in {ROOT}", "a checkout", fix))

@@ -2,7 +2,7 @@
 
 `digests.json` holds one digest for every variant of every kernel, as lowered by the TileLang
 version that it names. Comments, spacing, the kernel's name and the names of its variables do not
-change a digest. `python scripts/digests.py --write` updates the file, and tests compare it.
+change a digest. `python -m qla_kernels digests --write` updates the file, and tests compare it.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Imports kernels of files outside the package, for `inspect` and `emulator`."""
+"""Imports kernels of files outside the package, for the commands `inspect` and `emulate`."""
 
 import importlib.util
 import traceback
@@ -25,7 +25,7 @@ def kernel_of(tool: str, file: Path, needs: Sequence[str]) -> jit.Kernel:
         spec.loader.exec_module(module)
     if absent := [name for name in needs if not hasattr(module, name)]:
         wanted = f"{', '.join(needs[:-1])} and {needs[-1]}"
-        fix = f"see python -m qla_kernels.{tool} --help"
+        fix = f"see python -m qla_kernels {tool} --help"
         raise Unsupported(need(tool, f"{file} without {' and '.join(absent)}", wanted, fix))
     module.PASS_CONFIGS = getattr(module, "PASS_CONFIGS", {})
     return jit.Kernel("", file.stem, cast(jit.KernelModule, module))

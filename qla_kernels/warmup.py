@@ -1,8 +1,8 @@
 """Makes kernels ready before they are needed: checks prebuilt ones, compiles the others.
 
-    python -m qla_kernels.warmup                              every variant there is
-    python -m qla_kernels.warmup --model qwen3-next --tp 4    the variants that one model needs
-    python -m qla_kernels.warmup --list                       prints them, and which are prebuilt
+    python -m qla_kernels warmup                              every variant there is
+    python -m qla_kernels warmup --model qwen3-next --tp 4    the variants that one model needs
+    python -m qla_kernels warmup --list                       prints them, and which are prebuilt
 
 Prebuilt kernels are read, compared with their checksums and made ready to launch; this takes
 milliseconds, needs neither TileLang nor nvcc, and leaves nothing behind. The others are compiled,
@@ -11,7 +11,6 @@ folder filled here (TILELANG_CACHE_DIR) serves a Hopper machine that has the sam
 stops it; kernels that were finished stay in the cache.
 """
 
-import argparse
 import os
 import signal
 import subprocess
@@ -21,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, NamedTuple
 
-from qla_kernels import jit
+from qla_kernels import command_line, jit
 from qla_kernels.compiler import NEEDS_TILELANG
 from qla_kernels.dualkv.shapes import HEAD_SIZES
 from qla_kernels.errors import Unsupported, need
@@ -110,9 +109,7 @@ def sharded(name: str, tp: int) -> Model:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        "python -m qla_kernels.warmup", description="Make kernels ready before they are needed."
-    )
+    parser = command_line.parser("warmup", __doc__)
     known = sorted({family for family, _ in jit.kernel_names()})
     said = f"kernels of these alone; default: all; known: {', '.join(known)}"
     parser.add_argument("families", nargs="*", metavar="FAMILY", help=said)
@@ -156,7 +153,7 @@ def run_apart(arguments: Sequence[str]) -> int:
     often be lost: TileLang simplifies terms with Z3, which catches SIGINT. The cache is written by
     renames, so stopping leaves no partial entry.
     """
-    command = [sys.executable, "-m", "qla_kernels.warmup", *arguments]
+    command = [sys.executable, "-m", "qla_kernels", "warmup", *arguments]
     process = subprocess.Popen(command, start_new_session=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # of `timeout` and of schedulers
     try:
@@ -242,7 +239,3 @@ def check_others(labels: list[str]) -> None:
             needs = f"all of them, or {NEEDS_TILELANG}"
             fix = "build this set again, or take the file away if no such driver is used"
             raise Unsupported(need("warmup", f"{got}, ..)", needs, fix))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

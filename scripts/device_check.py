@@ -77,7 +77,7 @@ def steps(family: str) -> list[Step]:
     benchmark = [python, "-m", "benchmarks.sm90", family, "--quick", "--impl", "ours", "--save"]
     rows = LOGS / f"{family}.json"
     return [
-        Step("compile", 240, [python, "-m", "qla_kernels.warmup"], compiled),
+        Step("compile", 240, [python, "-m", "qla_kernels", "warmup"], compiled),
         Step("device tests", 300, pytest, lambda _: test_counts(junit), all_passed),
         sanitizer("memcheck", family, r"ERROR SUMMARY: (?P<errors>\d+) error"),
         sanitizer("racecheck", family, r"RACECHECK SUMMARY: (?P<hazards>\d+) hazard"),
@@ -97,7 +97,7 @@ def sanitizer(tool: str, family: str, summary: str) -> Step:
     return Step(
         tool,
         220,
-        [*command, sys.executable, "-m", "qla_kernels.selftest", family],
+        [*command, sys.executable, "-m", "qla_kernels", "selftest", family],
         lambda output: found_in(output, summary),
         lambda counts: not any(counts.values()),
         # one allocation a tensor: inside torch's pools an access past the end goes unnoticed

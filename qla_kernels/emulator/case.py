@@ -31,7 +31,7 @@ def load(file: str | Path, variant: str = "") -> EmulatedKernel:
 
     An id joins the values of a variant's fields: `bf16-k64` is that of Variant("bfloat16", K=64).
     The file defines VARIANTS, build(variant) and, if it needs any, PASS_CONFIGS, as for
-    `python -m qla_kernels.inspect`. Raises Unsupported if it does not, or has no such variant, or
+    `python -m qla_kernels inspect`. Raises Unsupported if it does not, or has no such variant, or
     several.
     """
     module = kernel_of("emulator", Path(file), NEEDS).module

@@ -1,6 +1,6 @@
 """Compares a kernel's compiled code with its schedule. Needs nvcc, but no GPU.
 
-    python -m qla_kernels.inspect [family.kernel] [--variant TEXT] [--order] [--json] [--dump DIR]
+    python -m qla_kernels inspect [family.kernel] [OPTIONS]
 
 Reading order: `gather` (collects the facts), `rules` (compares them with the schedule), then the
 readers: `threads` (which threads take a branch), `script` (IR), `source` (CUDA), `sass` (machine

@@ -1,7 +1,7 @@
 """Prebuilt kernels: compiled ahead of time, launched from data, without TileLang.
 
 `host_function.py` and `declared.py` read from TIR what a launch needs, an `Entry`, and
-`python -m qla_kernels.build` writes it with the compiled kernels into a file. When a kernel is
+`python -m qla_kernels build` writes it with the compiled kernels into a file. When a kernel is
 wanted, `prebuilt.py` finds it there, `sources.py` says whether it was built from the sources that
 are here, `pack.py` writes its entry as an array of numbers, and `launcher.c` launches from that.
 

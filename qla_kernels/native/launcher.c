@@ -619,8 +619,7 @@ static PyObject *make_launcher(PyObject *self, PyObject *args) {
     Reader reader = {(const int64_t *)numbers, (const int64_t *)(numbers + size - size % 8), 0};
     if (read_entry(e, &reader) || PyTuple_Size(names) != 2 * e->tensors + e->scalars
         || PyTuple_Size(needs) != e->checks + e->symbols) {
-        PyErr_Format(PyExc_ValueError, "%s: an entry that this launcher cannot read; need one of"
-                     " the same qla_kernels; run python -m qla_kernels.build", label);
+        PyErr_Format(PyExc_ValueError, "%s: an entry that this launcher cannot read", label);
         PyMem_Free(e);
         return NULL;
     }

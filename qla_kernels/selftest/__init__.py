@@ -1,10 +1,10 @@
 """Runs small cases of everything that can run on this machine, against the definition in fp64.
 
-    python -m qla_kernels.selftest                  also: python -m qla_kernels --selftest
-    python -m qla_kernels.selftest gdn              the kernels of a family
-    python -m qla_kernels.selftest gdn 2/6          the second of six parts of them
-    python -m qla_kernels.selftest gdn.fused_fwd    every variant of one kernel
-    python -m qla_kernels.selftest gdn.fused_fwd bf16-k128-v128    one variant
+    python -m qla_kernels selftest                  all, and the files of prebuilt kernels
+    python -m qla_kernels selftest gdn              the kernels of a family
+    python -m qla_kernels selftest gdn 2/6          the second of six parts of them
+    python -m qla_kernels selftest gdn.fused_fwd    every variant of one kernel
+    python -m qla_kernels selftest gdn.fused_fwd bf16-k128-v128    one variant
 
 The cases are small enough to run under compute-sanitizer, yet contain partial chunks, chunks of one
 token and shared key heads. On a Hopper GPU every kernel is launched; on other GPUs none is. Unless
@@ -13,16 +13,20 @@ a kernel is named, variants of gdn for other keys than of 128 are left out where
 
 `CASES` is the table of all cases: the emulated tier (tests/emulated/test_cases.py) and the device
 tier (tests/device/test_cases.py) run the same ones.
+
+The exit status is 1 if a result is wrong or a prebuilt kernel is damaged, and 2 for wrong
+arguments.
 """
 
+import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from qla_kernels import device, jit
+from qla_kernels import command_line, device, jit
 from qla_kernels.native import checks, prebuilt
 from qla_kernels.selftest import (
     conv,
@@ -165,11 +169,21 @@ def _of_variant(cases: Cases, variant: Any) -> Iterator[Result]:
     yield Result(name, True, f"{len(cases.inputs)} inputs")
 
 
-def main(name: str = "", which: str = "") -> int:
+def main(arguments: Sequence[str]) -> int:
     """Prints a line per variant; returns the exit status, 1 if one is wrong."""
+    parser = command_line.parser("selftest", __doc__)
+    parser.add_argument("name", nargs="?", default="", help="a family, or family.kernel")
+    said = "a part of a family such as 2/6, or the id of a kernel's variant"
+    parser.add_argument("which", nargs="?", default="", help=said)
+    parser.add_argument("--json", action="store_true", help="for programs")
+    options = parser.parse_args(arguments)
+    results = [] if options.name else [Result(*about) for about in checks.other_sets()]
     try:
-        results = run(name, which)
+        results += run(options.name, options.which)
     except ValueError as error:
-        raise SystemExit(str(error)) from error
-    sys.stdout.write("\n".join(map(str, results)) + "\n")
+        parser.error(str(error))
+    if options.json:
+        sys.stdout.write(json.dumps([result.__dict__ for result in results], indent=2) + "\n")
+    else:
+        sys.stdout.write("\n".join(map(str, results)) + "\n")
     return 1 if any(result.passed is False for result in results) else 0

@@ -1,6 +1,6 @@
 """What a wheel installs, on a GPU: every kernel's self-test, where TileLang cannot be imported.
 
-python -m qla_kernels.build --out /absolute/folder
+python -m qla_kernels build --out /absolute/folder
 QLA_PREBUILT=/absolute/folder pytest -m hopper tests/device/test_wheel.py
 """
 

@@ -8,8 +8,8 @@ import pytest
 
 from qla_kernels import Unsupported
 from qla_kernels.emulator import EmulatedKernel, build, cache, lowering
-from qla_kernels.emulator import __main__ as program
-from qla_kernels.emulator.__main__ import main
+from qla_kernels.emulator import command as program
+from qla_kernels.emulator.command import main
 from tests.host.test_import import WITHOUT_TILELANG, fresh
 
 KERNEL = """
@@ -30,7 +30,7 @@ def test_without_tilelang_it_says_what_is_missing(tmp_path):
     said = fresh(
         WITHOUT_TILELANG
         + f"""
-from qla_kernels.emulator.__main__ import main
+from qla_kernels.emulator.command import main
 assert main([{str(file)!r}]) == 2
 others = "pytest", "tests", "qla_kernels.gdn", "qla_kernels.selftest"
 assert not set(others) & set(sys.modules)
@@ -72,8 +72,8 @@ def test_what_is_no_primfunc_is_refused():
 @pytest.mark.parametrize(
     ("text", "arguments", "said"),
     [
-        (None, [], "emulator: no file {}; need one; check the path"),
-        (KERNEL, [], "emulator: {} without build and case; need VARIANTS, build and case; see"),
+        (None, [], "emulate: no file {}; need one; check the path"),
+        (KERNEL, [], "emulate: {} without build and case; need VARIANTS, build and case; see"),
         (WHOLE, ["--variant", "k64"], "no variant matches; variants: bf16, fp16"),
     ],
 )
@@ -103,7 +103,7 @@ def test_a_file_whose_code_raises_is_named_with_its_line(tmp_path, capsys, monke
     file.write_text(text)
     assert main([str(file)]) == 2
     message = capsys.readouterr().err
-    assert message.startswith(f"emulator: {file}, {said}")
+    assert message.startswith(f"emulate: {file}, {said}")
     assert message.endswith("; need code that runs; mend the file\n")
 
 
@@ -112,7 +112,7 @@ def test_a_case_that_raises_is_named(tmp_path, capsys, monkeypatch):
     file = tmp_path / "other.py"
     file.write_text(KERNEL + "def build(variant): ...\ndef case(variant):\n    raise OSError")
     assert main([str(file)]) == 2
-    said = f"emulator: {file}, line 10: case of other-bf16 raises OSError: ; need"
+    said = f"emulate: {file}, line 10: case of other-bf16 raises OSError: ; need"
     assert capsys.readouterr().err.startswith(said)
 
 

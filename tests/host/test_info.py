@@ -4,14 +4,13 @@ import importlib
 import importlib.metadata
 import json
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from qla_kernels import device, digests, info, jit, selftest
+from qla_kernels import device, digests, info
 from qla_kernels.gdn.shapes import HEAD_SIZES
 from qla_kernels.integrations import engines
 from qla_kernels.native import prebuilt
@@ -43,21 +42,13 @@ def test_report_for_people_names_every_section(capsys):
     assert info.fingerprint("gdn") in said
 
 
-def test_the_package_as_a_program_is_the_doctor(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["python -m qla_kernels", "gdn.kkt_solve", "--json"])
-    with pytest.raises(SystemExit) as done:
-        runpy.run_module("qla_kernels", run_name="__main__")
-    assert done.value.code == 0
-    assert json.loads(capsys.readouterr().out)[0]["variants"]
-
-
 def test_help_says_what_is_printed_and_what_the_exit_status_means(capsys):
     with pytest.raises(SystemExit) as done:
         info.main(["--help"])
     assert done.value.code == 0
     said = capsys.readouterr().out
     assert "prints this machine's versions and GPUs" in said
-    assert "The exit status is 1 if --selftest finds" in said
+    assert "The exit status is 0, whatever the report says" in said
 
 
 def test_report_without_tilelang_is_complete():
@@ -68,12 +59,6 @@ def test_report_without_tilelang_is_complete():
     assert report["versions"]["nvcc"] == "not used"  # it was an alarm once
     assert report["paths"]["CPU tensors"] == "reference, chunked"
     assert report["paths"]["CUDA, gdn"].endswith(prebuilt.NOTHING_TO_LAUNCH)  # it said: our kernels
-
-
-def test_schedules_need_no_tilelang():
-    done = without_tilelang("gdn.kkt_solve")
-    assert done.returncode == 0, done.stderr
-    assert "| solve | 0-3 |" in done.stdout
 
 
 @pytest.mark.parametrize("name", info.HOOKS)
@@ -180,23 +165,6 @@ def test_rivals_are_looked_up_without_importing_them(tmp_path, monkeypatch):
     assert info._rival("flash_attn.cute")() == "installed, version unknown"
 
 
-def test_schedules_of_a_kernel_name_every_variant(capsys):
-    assert info.main(["gdn.kkt_solve"]) == 0
-    said = capsys.readouterr().out
-    (kernel,) = (k for k in jit.kernel_modules("gdn") if k.name == "kkt_solve")
-    for variant in kernel.module.VARIANTS:
-        assert jit.label(kernel.module, variant) in said
-    assert kernel.module.schedule(kernel.module.VARIANTS[0]).table() in said
-
-
-def test_an_unknown_kernel_is_refused_with_the_known_ones(capsys):
-    with pytest.raises(SystemExit):
-        info.main(["gdn.kkt"])
-    said = capsys.readouterr().err
-    assert "no kernel 'gdn.kkt'; need one of attn.delta, conv.fwd" in said
-    assert ", gdn.l2norm, " in said
-
-
 def test_fingerprints_follow_generated_code_alone(monkeypatch):
     """Host code, comments and names of files make no record stale."""
     before = {family: info.fingerprint(family) for family in info.families()}
@@ -206,15 +174,3 @@ def test_fingerprints_follow_generated_code_alone(monkeypatch):
     assert after["gdn"] == before["gdn"]
     assert after["dualkv"] != before["dualkv"]
     assert after["sparse_ring"] != before["sparse_ring"]
-
-
-def test_selftest_passes_here(capsys):
-    assert info.main(["--selftest"]) == 0
-    assert capsys.readouterr().out.count("ok  ") >= 2
-
-
-def test_selftest_fails_on_a_wrong_result(monkeypatch, capsys):
-    monkeypatch.setattr(selftest, "run", lambda: [selftest.Result("broken", False, "o: 1 > 0")])
-    assert info.main(["--selftest", "--json"]) == 1
-    (result,) = json.loads(capsys.readouterr().out)
-    assert result["passed"] is False

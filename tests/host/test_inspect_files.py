@@ -1,4 +1,4 @@
-"""`python -m qla_kernels.inspect my_kernel.py`: kernels that are not of this package."""
+"""`python -m qla_kernels inspect my_kernel.py`: kernels that are not of this package."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 
 from qla_kernels.compiler import INSTALL
 from qla_kernels.inspect import Facts, RoleFacts, check
-from qla_kernels.inspect import __main__ as inspector
+from qla_kernels.inspect import command as inspector
 from qla_kernels.tile.schedule import Role, Schedule
 
 KERNEL = """

@@ -104,7 +104,7 @@ def test_the_selftest_reads_every_prebuilt_kernel(
     monkeypatch.setenv("QLA_PREBUILT", str(folder / "nowhere"))
     assert said().passed is False
     assert "nowhere does not exist" in said().note
-    assert info.main(["--selftest"]) == 1
+    assert selftest.main([]) == 1
     monkeypatch.setenv("QLA_PREBUILT", "")
     nothing = f"QLA_PREBUILT is empty; {prebuilt.NOTHING_TO_LAUNCH}"
     assert said() == selftest.Result("prebuilt kernels", None, nothing)
@@ -319,32 +319,34 @@ def test_without_a_driver_both_sets_are_checked(
     monkeypatch.setattr(prebuilt, "can_compile", lambda: False)
     monkeypatch.setattr(digests, "recorded", lambda: {LABEL: ""})
     monkeypatch.setattr(prebuilt, "_driver_version", lambda _: 0)
-    monkeypatch.setattr(selftest, "run", lambda: [selftest._prebuilt()])
+    monkeypatch.setattr(selftest, "run", lambda *_: [selftest._prebuilt()])
 
     def said(*arguments: str) -> str:
         forget()
-        status = (warmup if "--in-process" in arguments else info).main(arguments)
+        command, *options = arguments
+        status = {"doctor": info, "selftest": selftest, "warmup": warmup}[command].main(options)
         heard = capsys.readouterr()
         return f"{status} {heard.out}{heard.err}"
 
     paths = {of_set: write(folder, of_set=of_set) for of_set in prebuilt.SETS}
-    for command in (("--selftest",), ("--in-process",), ()):
+    commands = ("selftest",), ("warmup", "--in-process")
+    for command in (*commands, ("doctor",)):
         heard = said(*command)
         assert heard.startswith("0 ")
         assert all(str(path) in heard for path in paths.values())
     for of_set, path in paths.items():
         write(folder, built(cubin="another"), of_set=of_set)
-        for command in ("--selftest", "--in-process"):
-            heard = said(command)
+        for command in commands:
+            heard = said(*command)
             assert heard.startswith("1 ")
             assert f"cannot read {LABEL}.cubin in {path}" in heard
         write(folder, of_set=of_set)
     write(folder, built(sources="other"), of_set="12.9")
-    assert said("--selftest").startswith("1 FAIL  prebuilt kernels for other drivers: 0 of 1 var")
-    assert f"{paths['12.9']} lacks 1 of 1 kernels ({LABEL}" in said("--in-process")
+    assert said("selftest").startswith("1 FAIL  prebuilt kernels for other drivers: 0 of 1 var")
+    assert f"{paths['12.9']} lacks 1 of 1 kernels ({LABEL}" in said("warmup", "--in-process")
     monkeypatch.setattr(prebuilt, "_driver_version", lambda _: prebuilt.DRIVER_OF_13)
-    for command in ("--selftest", "--in-process"):  # this driver has chosen
-        assert said(command).startswith("0 ")
+    for command in commands:  # this driver has chosen
+        assert said(*command).startswith("0 ")
 
 
 @pytest.mark.parametrize("version", [12090, 13000])
@@ -461,7 +463,7 @@ def test_a_build_keeps_kernels_of_the_same_sources_and_tools(folder: Path) -> No
 
 
 def test_unknown_kernels_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match=r"gdn.nothing; need a kernel or a family; python -m"):
+    with pytest.raises(ValueError, match=r"gdn.nothing; need a kernel or a family; see python -m"):
         build.selected(["gdn.nothing"])
 
 

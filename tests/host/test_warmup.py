@@ -116,7 +116,7 @@ def test_a_damaged_file_is_said_in_one_line(tmp_path, monkeypatch, capsys):
 def test_ctrl_c_ends_it_cleanly(tmp_path, seconds):
     """As a terminal does it: a signal to the process group, in the middle of a compile."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "qla_kernels.warmup", "--model", "qwen3-next"],
+        [sys.executable, "-m", "qla_kernels", "warmup", "--model", "qwen3-next"],
         cwd=ROOT,
         env=os.environ | {"TILELANG_CACHE_DIR": str(tmp_path)},
         stderr=subprocess.PIPE,

@@ -225,7 +225,7 @@ def test_readme_snippet_runs(installed, tmp_path, code):
 
 
 def test_doctor_runs(installed, tmp_path):
-    report = json.loads(run(installed, "-m", "qla_kernels.info", "--json", cwd=tmp_path))
+    report = json.loads(run(installed, "-m", "qla_kernels", "doctor", "--json", cwd=tmp_path))
     assert report["paths"]["CPU tensors"] == "qla_kernels.reference, chunked"
     assert Path(report["qla_kernels"]["folder"]).is_relative_to(installed.parents[1])
 
@@ -234,11 +234,11 @@ def test_doctor_runs(installed, tmp_path):
 def test_a_kernel_of_one_s_own_is_emulated(installed, tmp_path):
     pytest.importorskip("tilelang", reason="lowers a kernel")
     file = shutil.copy(ROOT / "examples" / "own_kernel.py", tmp_path)
-    command = ("-m", "qla_kernels.emulator", file, "--variant", "bf16", "--seeds", "1")
+    command = ("-m", "qla_kernels", "emulate", file, "--variant", "bf16", "--seeds", "1")
     said = run(installed, *command, cwd=tmp_path, EMU_CACHE=str(cache.folder()))
     assert said.startswith("ok    own_kernel-bf16: 1 seeds, largest relative error ")
 
 
 def test_fingerprint_is_that_of_the_checkout(installed, tmp_path):
-    ask = ("-m", "qla_kernels.info", "--fingerprint")
+    ask = ("-m", "qla_kernels", "doctor", "--fingerprint")
     assert run(installed, *ask, cwd=tmp_path) == run(sys.executable, *ask, cwd=ROOT)

@@ -76,7 +76,7 @@ def check(kernel: jit.Kernel, variants: Sequence[Any]) -> tuple[list[str], set[s
             if version("tilelang") == digests.lowered_by():
                 found = digests.digest(code.source, code.function)
                 if found != (wanted := digests.recorded().get(label)):
-                    fix = f"python scripts/digests.py {kernel} --write, if intended"
+                    fix = f"python -m qla_kernels digests {kernel} --write, if intended"
                     said.append(f"{label}: digest {found}; on record is {wanted}: {fix}")
             facts = inspect.facts(kernel, variant)
             if violations := inspect.check(facts, kernel.module.schedule(variant)):

@@ -13,7 +13,7 @@ pytest.importorskip("tilelang", reason="kernel files import TileLang")
 
 from qla_kernels import inspect, jit
 from qla_kernels.inspect import sass
-from qla_kernels.inspect.__main__ import main
+from qla_kernels.inspect.command import main
 from qla_kernels.inspect.gather import Facts
 from tests.static import broken, broken_rows
 from tests.static.one_unit import one_unit

@@ -44,7 +44,7 @@ def test_variants_agree_with_their_schedules(kernel: jit.Kernel, traced_once) ->
 def test_all_variants_are_on_record(traced_once) -> None:
     """And none that is gone. With other tools than those of the record, all are checked anew."""
     labels = {jit.label(kernel.module, variant) for kernel, variant in _variants()}
-    assert labels == set(digests.recorded()), "python scripts/digests.py --write"
+    assert labels == set(digests.recorded()), "python -m qla_kernels digests --write"
     if checked.tools() == checked.recorded()["tools"]:
         keys = {jit.label(k.module, variant): checked.key(k, variant) for k, variant in _variants()}
         assert keys == checked.recorded()["variants"], lowered.WRITE

@@ -2,8 +2,9 @@
 
 Kernels of this package go by their names, any other TileLang kernel by its file:
 
-    python -m qla_kernels.inspect gdn.l2norm
-    python -m qla_kernels.inspect my_kernels/gemm.py
+    python -m qla_kernels inspect gdn.l2norm
+    python -m qla_kernels inspect my_kernels/gemm.py
+    python -m qla_kernels inspect gdn.l2norm --schedule
 
 The file defines `VARIANTS`, instances of a NamedTuple with the values that change generated code;
 `schedule(variant)`, which returns a qla_kernels.tile.schedule.Schedule; and `build(variant)`, which
@@ -15,7 +16,7 @@ missing, no variant matches, a kernel does not compile, or its file raises.
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -37,18 +38,22 @@ SHOWN = (
 )  # fmt: skip
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = command_line.parser("python -m qla_kernels.inspect", __doc__)
+def main(arguments: Sequence[str]) -> int:
+    parser = command_line.parser("inspect", __doc__)
     said = "family, family.kernel, or a .py file with a kernel of yours; all of ours when left out"
     parser.add_argument("kernel", nargs="?", help=said)
     parser.add_argument("--variant", default="", help="only variants whose name contains this")
     parser.add_argument("--exact", default="", metavar="ID", help="only the variant of this id")
     parser.add_argument("--order", action="store_true", help="print each role's instruction order")
     parser.add_argument("--json", action="store_true", help="print facts as JSON")
+    said = "print schedules alone; needs neither TileLang nor nvcc"
+    parser.add_argument("--schedule", action="store_true", help=said)
     parser.add_argument("--dump", type=Path, metavar="DIR", help="keep source, cubin, SASS, report")
     options = parser.parse_args(arguments)
     failed, records = 0, []
     try:
+        if options.schedule:
+            return _print_schedules(options.kernel, options.variant, options.exact, options.json)
         jit.tilelang_for("qla_kernels.inspect")  # before a kernel's code needs it
         for kernel, variant in _selected(options.kernel, options.variant, options.exact):
             name = jit.label(kernel.module, variant)
@@ -65,11 +70,34 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     if not records:
-        print(f"no variant matches; kernels: {', '.join(map('.'.join, jit.kernel_names()))}")
-        return 2
+        return _no_match()
     if options.json:
         print(json.dumps(records, indent=1))
     return 1 if failed else 0
+
+
+def _no_match() -> int:
+    print(f"no variant matches; kernels: {', '.join(map('.'.join, jit.kernel_names()))}")
+    return 2
+
+
+def _print_schedules(wanted: str | None, text: str, exact: str, as_json: bool) -> int:
+    """Prints each schedule once, below the variants that have it."""
+    tables: dict[str, list[str]] = {}
+    for kernel, variant in _selected(wanted, text, exact):
+        plan = kernel.module.schedule(variant)
+        facts = f"{plan.threads} threads, {plan.smem_bytes} B shared memory, "
+        facts += f"{plan.ctas_per_sm} CTAs an SM"
+        label = jit.label(kernel.module, variant)
+        tables.setdefault(f"{plan.table()}\n\n{facts}", []).append(label)
+    if not tables:
+        return _no_match()
+    if as_json:
+        found = [{"variants": names, "table": table} for table, names in tables.items()]
+        print(json.dumps(found, indent=1))
+    else:
+        print("\n\n".join("\n".join((*names, "", table)) for table, names in tables.items()))
+    return 0
 
 
 def _selected(wanted: str | None, text: str, exact: str) -> Iterator[tuple[jit.Kernel, Any]]:
@@ -119,7 +147,3 @@ def _report(
         yield f"  named barrier {number}{whose}: for {threads} threads, used by {roles}"
     yield from (f"  not checked: {reason}" for reason in found.unchecked)
     yield from (f"  VIOLATION {violation}" for violation in violations)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

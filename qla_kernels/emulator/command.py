@@ -1,7 +1,7 @@
 """Emulates the kernel of a file, in several orders of its threads and copies.
 
-    python -m qla_kernels.emulator my_kernels/gemm.py
-    python -m qla_kernels.emulator my_kernels/gemm.py --variant bf16 --seeds 20
+    python -m qla_kernels emulate my_kernels/gemm.py
+    python -m qla_kernels emulate my_kernels/gemm.py --variant bf16 --seeds 20
 
 The file defines `VARIANTS`, instances of a NamedTuple with the values that change generated code;
 `build(variant)`, which returns the PrimFunc; and `case(variant)`, which returns a
@@ -33,15 +33,15 @@ NAN = """\
 SEEDS = 6  # late copies and random ones, faulting pages before tensors and behind: README.md
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = command_line.parser("python -m qla_kernels.emulator", __doc__)
+def main(arguments: Sequence[str]) -> int:
+    parser = command_line.parser("emulate", __doc__)
     parser.add_argument("file", type=Path, help="a .py file with a kernel of yours")
     parser.add_argument("--variant", default="", help="only variants whose name contains this")
     parser.add_argument("--seeds", type=int, default=SEEDS, help=f"left out: {SEEDS}")
     options = parser.parse_args(arguments)
     try:
         imported()  # before the file's own code needs it
-        kernel = kernel_of("emulator", options.file, (*NEEDS, "case"))
+        kernel = kernel_of("emulate", options.file, (*NEEDS, "case"))
         outcomes = [
             _right(kernel.module, options.file, variant, options.seeds)
             for variant in chosen(kernel, options.variant)
@@ -60,14 +60,14 @@ def _right(module: Any, file: Path, variant: Any, seeds: int) -> bool:
     """Prints what came out, and returns whether it is right for every seed."""
     name, largest, where = jit.label(module, variant), 0.0, "not built"
     try:
-        with mistakes("emulator", file, f"building {name}", EmulationError):
+        with mistakes("emulate", file, f"building {name}", EmulationError):
             kernel = emulated(module, variant)
         for seed in range(seeds):
             where = f"seed {seed}"
             torch.manual_seed(seed)
-            with mistakes("emulator", file, f"case of {name}"):
+            with mistakes("emulate", file, f"case of {name}"):
                 case = module.case(variant)
-            with mistakes("emulator", file, f"launching {name}", AssertionError, EmulationError):
+            with mistakes("emulate", file, f"launching {name}", AssertionError, EmulationError):
                 largest = max(largest, check(kernel, case, seed))
     except (AssertionError, EmulationError) as error:
         print(f"WRONG {name}, {where}: {error}", flush=True)
@@ -77,7 +77,3 @@ def _right(module: Any, file: Path, variant: Any, seeds: int) -> bool:
     said = f"largest relative error {largest:.1e}" if largest else "exact"
     print(f"ok    {name}: {seeds} seeds, {said}", flush=True)
     return True
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,11 +1,11 @@
 """Digests of the generated code: is it the same in every process, and what it was?
 
-    python scripts/digests.py                          every variant of every kernel
-    python scripts/digests.py gdn.fused_fwd            one kernel, or one family
-    python scripts/digests.py --write                  bring qla_kernels/digests.json up to date
-    python scripts/digests.py --check                  compare with qla_kernels/digests.json
-    python scripts/digests.py --check REV              compare with that file in a git revision
-    python scripts/digests.py --processes 20           lower each kernel in 20 fresh processes
+    python -m qla_kernels digests                          every variant of every kernel
+    python -m qla_kernels digests gdn.fused_fwd            one kernel, or one family
+    python -m qla_kernels digests --write                  bring qla_kernels/digests.json up to date
+    python -m qla_kernels digests --check                  compare with qla_kernels/digests.json
+    python -m qla_kernels digests --check REV              compare with that file in a git revision
+    python -m qla_kernels digests --processes 20           lower each kernel in 20 fresh processes
 
 Prints a line a variant: its digest and its label. Comments and names of variables do not count.
 Compared processes have a random PYTHONHASHSEED and lower one kernel each; --workers says how many
@@ -18,9 +18,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from qla_kernels import command_line, digests, jit
+from qla_kernels.errors import Unsupported, need
 
 ROOT = Path(__file__).parent.parent
 
@@ -28,31 +31,31 @@ Digests = dict[str, str]  # by the variant's label
 
 
 def selected(wanted: str) -> list[str]:
-    """The kernels of a family, or the one kernel, or for "" all."""
-    from qla_kernels import jit
-
+    """Returns the kernels of a family, one kernel, or for "" all; ValueError if there is none."""
     names = [".".join(name) for name in jit.kernel_names()]
-    return [name for name in names if wanted in ("", name, name.partition(".")[0])]
+    found = [name for name in names if wanted in ("", name, name.partition(".")[0])]
+    if not found:
+        fix = f"see {command_line.PROGRAM} warmup --list"
+        raise ValueError(need("digests", f"no kernel {wanted!r}", "a kernel or a family", fix))
+    return found
 
 
 def own(wanted: str) -> Iterator[tuple[str, str]]:
-    """(label, digest) of each variant of the selected kernels."""
-    from qla_kernels import jit
-    from qla_kernels.digests import digest
-
+    """Yields (label, digest) of each variant of the selected kernels."""
     chosen = selected(wanted)
     for kernel in jit.kernel_modules(wanted.partition(".")[0] or None):
         if str(kernel) in chosen:
             for variant in kernel.module.VARIANTS:
                 lowered = jit.lower(kernel, variant)
-                yield jit.label(kernel.module, variant), digest(lowered.source, lowered.function)
+                digest = digests.digest(lowered.source, lowered.function)
+                yield jit.label(kernel.module, variant), digest
 
 
 def in_a_process(wanted: list[str]) -> Digests:
-    """Returns the digests that this script prints when it runs in a fresh process."""
+    """Returns the digests that this command prints when it runs in a fresh process."""
     path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
-        [sys.executable, __file__, *wanted],
+        [sys.executable, "-m", "qla_kernels", "digests", *wanted],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path), "PYTHONHASHSEED": "random"},
         cwd=ROOT,
         stdout=subprocess.PIPE,
@@ -63,14 +66,14 @@ def in_a_process(wanted: list[str]) -> Digests:
 
 
 def in_processes(kernels: list[str], runs: int, workers: int) -> list[Digests]:
-    """Every kernel in a process of its own, `runs` times."""
+    """Lowers every kernel in a process of its own, `runs` times."""
     with ThreadPoolExecutor(workers) as pool:
         jobs = [[pool.submit(in_a_process, [name]) for name in kernels] for _ in range(runs)]
         return [{k: v for job in run for k, v in job.result().items()} for run in jobs]
 
 
 def differences(runs: list[Digests]) -> list[str]:
-    """A line for each variant whose digest is not the same in all runs."""
+    """Returns a line for each variant whose digest is not the same in all runs."""
     said = []
     for name in sorted(set().union(*runs)):
         seen = [run.get(name, "absent") for run in runs]
@@ -81,37 +84,50 @@ def differences(runs: list[Digests]) -> list[str]:
 
 
 def on_record(revision: str) -> Digests:
-    """What digests.json says: the one in the working tree, or that of a git revision."""
-    from qla_kernels import digests
+    """Returns the digests of digests.json, in the working tree or in a git revision.
 
+    Raises Unsupported if git does not have that revision of the file.
+    """
     if not revision:
         return digests.recorded()
     file = digests.FILE.relative_to(ROOT).as_posix()
     git = ["git", "-C", str(ROOT), "show", f"{revision}:{file}"]
-    text = subprocess.run(git, stdout=subprocess.PIPE, text=True, check=True).stdout
-    return dict(json.loads(text)["kernels"])
+    try:
+        done = subprocess.run(git, capture_output=True, text=True)
+    except OSError as error:
+        raise Unsupported(need("digests", str(error), "git", "install it")) from error
+    if done.returncode:
+        fix = "name a revision of a checkout"
+        raise Unsupported(need("digests", done.stderr.strip(), f"{revision}:{file}", fix))
+    return dict(json.loads(done.stdout)["kernels"])
 
 
-def main(arguments: list[str] | None = None) -> int:
-    assert __doc__
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0],
-        epilog=__doc__.partition("\n\n")[2],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def main(arguments: Sequence[str]) -> int:
+    parser = command_line.parser("digests", __doc__)
     parser.add_argument("kernels", nargs="*", help="family or family.kernel; all when left out")
     parser.add_argument("--processes", type=int, metavar="N", help="compare N fresh processes")
     parser.add_argument("--workers", type=int, default=1, help="processes at a time")
     parser.add_argument("--check", nargs="?", const="", metavar="REV", help="compare with a record")
     parser.add_argument("--write", action="store_true", help="write digests.json")
     options = parser.parse_args(arguments)
-    if not options.processes and options.check is None and not options.write:
+    try:
+        if options.write:
+            command_line.need_checkout("digests --write")
+        jit.tilelang_for("digests")
+        kernels = [name for wanted in options.kernels or [""] for name in selected(wanted)]
+        if options.processes or options.check is not None or options.write:
+            return _compare(kernels, options.processes or 1, options)
         for wanted in options.kernels or [""]:
             for name, digest in own(wanted):
                 print(digest, name, flush=True)
-        return 0
-    kernels = [name for wanted in options.kernels or [""] for name in selected(wanted)]
-    runs = in_processes(kernels, options.processes or 1, options.workers)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _compare(kernels: list[str], processes: int, options: argparse.Namespace) -> int:
+    runs = in_processes(kernels, processes, options.workers)
     said = differences(runs)
     if options.check is not None:
         record = on_record(options.check)
@@ -125,10 +141,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def record_them(found: Digests, kernels: list[str]) -> None:
-    """What was lowered, and of all other kernels what stands there."""
+    """Writes what was lowered, and of all other kernels what the file has."""
     import tilelang
-
-    from qla_kernels import digests
 
     known = set(selected(""))
     kept = {
@@ -137,7 +151,3 @@ def record_them(found: Digests, kernels: list[str]) -> None:
         if name.partition("-")[0] in known - set(kernels)
     }
     digests.write(kept | found, tilelang.__version__)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
