@@ -3,18 +3,24 @@
     python -m qla_kernels build --out FOLDER                   every variant of every kernel
     python -m qla_kernels build --out FOLDER gdn attn.delta    of a family, of one kernel
     python -m qla_kernels build --out FOLDER --ptxas PATH      assembled by another ptxas
+    python -m qla_kernels build --release                      every variant, of a release
 
 Writes FOLDER/kernels-13.zip, or kernels-12.9.zip if nvcc, or the ptxas that is named, is that of
 CUDA 12.9, and compiles the launcher, FOLDER/launcher.abi3.so. `QLA_PREBUILT=FOLDER` makes
 qla_kernels use both, and puts both into a wheel that is built with it (hatch_build.py). A kernel
 whose registers, spills or shared memory are not those of its schedule is refused.
 
-Kernels that the folder's file has already, of the same sources and tools, are kept.
+Kernels that the folder's file has already, of the same sources and tools, are kept; so are those
+whose sources were edited without another digest in digests.json.
+
+--release fills qla_kernels/prebuilt of a checkout, which is committed with a release and renewed
+for releases alone. Wheels, source distributions and editable installs of the checkout then have the
+kernels. It refuses to write a kernel whose digests are not those of digests.json.
 
 Needs TileLang, nvcc and a C compiler, but no GPU. The file holds each variant's machine code,
 without line information, and what a launch of it needs (`qla_kernels/native/entry.py`), both
-compressed, and a manifest: versions of TileLang and nvcc, and for each variant the digest of its
-generated code, a fingerprint of its sources and checksums. NOTICES has the licences of headers that
+compressed, and a manifest: versions of TileLang and nvcc, and for each variant the digests of its
+generated code, its launch and its sources, and checksums. NOTICES has the licences of headers that
 are compiled into the kernels. The same sources and tools give the same bytes.
 """
 
@@ -37,7 +43,7 @@ from qla_kernels.errors import Unsupported, need
 from qla_kernels.inspect import gather, rules, sass
 from qla_kernels.native import prebuilt, sources
 from qla_kernels.native.host_function import read_entry
-from qla_kernels.native.launcher import compile_launcher, whole
+from qla_kernels.native.launcher import compile_launcher, is_current, whole
 from qla_kernels.tile.schedule import Schedule
 
 LONG_AGO = (1980, 1, 1, 0, 0, 0)  # so that the file depends on its contents alone
@@ -76,14 +82,25 @@ def check_resources(name: str, lowered: jit.Lowered, report: str, schedule: Sche
 
 
 def built(kernel: jit.Kernel, variant: Any, lowered: jit.Lowered, cubin: bytes) -> Built:
-    entry = json.dumps(read_entry(lowered.prim_func, lowered.host, lowered.device)).encode()
+    entry = entry_of(lowered)
     about = {
         "digest": digests.digest(lowered.source, lowered.function),
-        "sources": sources.fingerprint(kernel.module.__name__),
+        "launch": digests.launch(entry, kernel.module.PASS_CONFIGS),
+        **_sources(kernel),
         "entry": checksum(entry),
         "cubin": checksum(cubin),
     }
     return Built(jit.label(kernel.module, variant), entry, cubin, about)
+
+
+def entry_of(lowered: jit.Lowered) -> bytes:
+    """Returns the JSON of what a launch of a lowered variant needs."""
+    return json.dumps(read_entry(lowered.prim_func, lowered.host, lowered.device)).encode()
+
+
+def _sources(kernel: jit.Kernel) -> dict[str, str]:
+    module = kernel.module.__name__
+    return {"sources": sources.fingerprint(module), "code": sources.code(module)}
 
 
 def checksum(contents: bytes) -> str:
@@ -185,12 +202,16 @@ def kept(
         file = prebuilt.opened(path)
         if {tool: file.manifest.get(tool) for tool in tools} != tools:
             return {}
-        labels = filter(file.has, (jit.label(kernel.module, variant) for kernel, variant in found))
+        labels = {jit.label(kernel.module, variant): kernel for kernel, variant in found}
         return {
             label: Built(
-                label, file.read(label, "entry"), file.read(label, "cubin"), file.kernels[label]
+                label,
+                file.read(label, "entry"),
+                file.read(label, "cubin"),
+                file.kernels[label] | _sources(kernel),
             )
-            for label in labels
+            for label, kernel in labels.items()
+            if file.has(label)
         }
     except Unsupported:  # there is no such file, or it is damaged or of another format
         return {}
@@ -225,23 +246,71 @@ def _build_named(family: str, name: str, number: int, ptxas: Path | None) -> Bui
     return build(kernel, kernel.module.VARIANTS[number], ptxas)
 
 
+def launcher_in(folder: Path) -> Path:
+    """Returns the folder's launcher, which is compiled unless it is whole and of these sources."""
+    path = folder / prebuilt.LAUNCHER
+    try:
+        if path.exists() and is_current(path):
+            return path
+    except Unsupported:  # it is damaged
+        pass
+    return compile_launcher(folder)
+
+
+def check_recorded(found: Iterable[tuple[jit.Kernel, Any]]) -> None:
+    """Raises Unsupported unless digests.json has all digests of these variants' sources."""
+    labels = [(jit.label(kernel.module, variant), kernel) for kernel, variant in found]
+    _refuse_others(
+        label
+        for label, kernel in labels
+        if digests.recorded_for(label, _sources(kernel)["code"]) is None
+    )
+
+
+def check_digests(kernels: Iterable[Built]) -> None:
+    """Raises Unsupported unless these kernels have the digests of digests.json."""
+    _refuse_others(
+        kernel.label
+        for kernel in kernels
+        if digests.recorded_for(kernel.label, kernel.about["code"])
+        != (kernel.about["digest"], kernel.about["launch"])
+    )
+
+
+def _refuse_others(labels: Iterable[str]) -> None:
+    if wrong := list(labels):
+        got = f"digests.json is not of the sources of {len(wrong)} variants ({wrong[0]}, ..)"
+        fix = "run `python -m qla_kernels digests --write` with the TileLang of the release"
+        raise Unsupported(need("build --release", got, "their digests", fix))
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = command_line.parser("build", __doc__)
     parser.add_argument("kernels", nargs="*", help="families or family.kernel; default: all")
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--out", type=Path, metavar="FOLDER")
+    where.add_argument("--release", action="store_true", help="qla_kernels/prebuilt of a checkout")
     parser.add_argument("--ptxas", type=Path, metavar="PATH", help="in place of nvcc's own")
     parser.add_argument("--workers", type=int, help="variants at a time; default: one a core")
     options = parser.parse_args(arguments)
+    if options.release and options.kernels:
+        parser.error("names of kernels beside --release; a release has all of them")
+    folder = prebuilt.INSIDE if options.release else options.out
     try:
-        options.out.mkdir(parents=True, exist_ok=True)
+        if options.release:
+            command_line.need_checkout("build --release")
+            check_recorded(selected([]))
         ptxas = options.ptxas and options.ptxas.resolve()
         of_set, found = set_of(ptxas), selected(options.kernels)
-        compile_launcher(options.out)
+        folder.mkdir(parents=True, exist_ok=True)
+        launcher_in(folder)
         tools = versions(ptxas)
-        old = kept(options.out / prebuilt.FILE.format(of_set), found, tools)
+        old = kept(folder / prebuilt.FILE.format(of_set), found, tools)
         missing = [(kernel, v) for kernel, v in found if jit.label(kernel.module, v) not in old]
         kernels = [*old.values(), *build_all(missing, options.workers, ptxas)]
-        path = write(kernels, options.out, of_set, tools, notices())
+        if options.release:
+            check_digests(kernels)
+        path = write(kernels, folder, of_set, tools, notices())
         prebuilt.read_all(path)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"{error}\n")

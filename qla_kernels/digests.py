@@ -2,13 +2,16 @@
 
 `digests.json` holds one digest for every variant of every kernel, as lowered by the TileLang
 version that it names. Comments, spacing, the kernel's name and the names of its variables do not
-change a digest. `python -m qla_kernels digests --write` updates the file, and tests compare it.
+change a digest. It also holds a digest of what a variant's launch needs (`launch`), and for every
+kernel one of the sources that were lowered (`native/sources.py`): if those are not the sources that
+are here, the file says nothing about the kernel. `python -m qla_kernels digests --write` updates
+the file, and tests compare it.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 FILE = Path(__file__).with_name("digests.json")
@@ -33,11 +36,25 @@ _POINTED_AT = frozenset(
 def digest(source: str, function: str) -> str:
     """Returns the digest of one kernel's CUDA C++; `function` is the name of its `__global__`."""
     before, _, body = source.partition(_KERNEL)
-    tokens = [*_tokens(before), _KERNEL, *_renamed([*_tokens(body)], function)]
-    return hashlib.sha256("\n".join(tokens).encode()).hexdigest()[:DIGITS]
+    parts = [*tokens(before), _KERNEL, *_renamed([*tokens(body)], function)]
+    return _hashed("\n".join(parts))
 
 
-def _tokens(source: str) -> Iterator[str]:
+def launch(entry: bytes, pass_configs: Mapping[str, object]) -> str:
+    """Returns the digest of what a launch needs: a variant's entry, and the flags of its compile.
+
+    The device code does not say how large the grid is or how tensor maps are encoded.
+    """
+    flags = [f"{name} {value!r}" for name, value in sorted(pass_configs.items())]
+    return _hashed("\n".join([entry.decode(), *flags]))
+
+
+def _hashed(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
+
+
+def tokens(source: str) -> Iterator[str]:
+    """Yields the tokens of CUDA C++, without comments."""
     return (found[0] for found in _TOKEN.finditer(source) if found.lastgroup != "skip")
 
 
@@ -75,13 +92,44 @@ def lowered_by() -> str:
     return str(json.loads(FILE.read_text())["tilelang"])
 
 
-def write(digests: dict[str, str], tilelang: str) -> None:
-    found = {"tilelang": tilelang, "kernels": dict(sorted(digests.items()))}
-    FILE.write_text(json.dumps(found, indent=1) + "\n")
+def launches() -> dict[str, str]:
+    """Returns the digest of what each variant's launch needs, by its label.
+
+    A variant that was last lowered before these were recorded has none.
+    """
+    return dict(json.loads(FILE.read_text())["launches"])
+
+
+def sources() -> dict[str, str]:
+    """Returns the digest of the sources that were lowered, by kernel."""
+    return dict(json.loads(FILE.read_text())["sources"])
+
+
+def recorded_for(label: str, code: str) -> tuple[str, str] | None:
+    """Returns the digests of a variant's code and launch, if these sources were lowered.
+
+    `code` is the digest of its kernel's sources; None if others were lowered, or if one of the
+    variant's digests is not recorded.
+    """
+    if sources().get(label.partition("-")[0]) != code:
+        return None
+    found = recorded().get(label), launches().get(label)
+    return None if None in found else (str(found[0]), str(found[1]))
+
+
+def write(
+    kernels: Mapping[str, str],
+    launches: Mapping[str, str],
+    sources: Mapping[str, str],
+    tilelang: str,
+) -> None:
+    parts = {"kernels": kernels, "launches": launches, "sources": sources}
+    found = {name: dict(sorted(part.items())) for name, part in parts.items()}
+    FILE.write_text(json.dumps({"tilelang": tilelang, **found}, indent=1) + "\n")
 
 
 def of_family(families: Iterable[str]) -> str:
     """Returns one digest over all recorded kernels of some families."""
     owners = set(families)
     found = [f"{name} {d}" for name, d in recorded().items() if name.partition(".")[0] in owners]
-    return hashlib.sha256("\n".join(found).encode()).hexdigest()[:DIGITS]
+    return _hashed("\n".join(found))

@@ -7,7 +7,8 @@
     python -m qla_kernels digests --check REV              compare with that file in a git revision
     python -m qla_kernels digests --processes 20           lower each kernel in 20 fresh processes
 
-Prints a line a variant: its digest and its label. Comments and names of variables do not count.
+Prints a line a variant: digests of its code and of what its launch needs, and its label. Comments
+and names of variables do not count.
 Compared processes have a random PYTHONHASHSEED and lower one kernel each; --workers says how many
 run at a time. Needs TileLang; neither nvcc nor a GPU. Lowering every kernel once takes some 20
 minutes of a core. Exit status 1 when digests differ.
@@ -18,16 +19,23 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
-from qla_kernels import command_line, digests, jit
+from qla_kernels import build, command_line, digests, jit
 from qla_kernels.errors import Unsupported, need
+from qla_kernels.native import sources
 
 ROOT = Path(__file__).parent.parent
 
 Digests = dict[str, str]  # by the variant's label
+
+
+class Lowered(NamedTuple):
+    code: Digests
+    launch: Digests
 
 
 def selected(wanted: str) -> list[str]:
@@ -40,18 +48,19 @@ def selected(wanted: str) -> list[str]:
     return found
 
 
-def own(wanted: str) -> Iterator[tuple[str, str]]:
-    """Yields (label, digest) of each variant of the selected kernels."""
+def own(wanted: str) -> Iterator[tuple[str, str, str]]:
+    """Yields the label of each variant of selected kernels, and digests of its code and launch."""
     chosen = selected(wanted)
     for kernel in jit.kernel_modules(wanted.partition(".")[0] or None):
         if str(kernel) in chosen:
             for variant in kernel.module.VARIANTS:
                 lowered = jit.lower(kernel, variant)
-                digest = digests.digest(lowered.source, lowered.function)
-                yield jit.label(kernel.module, variant), digest
+                launch = digests.launch(build.entry_of(lowered), kernel.module.PASS_CONFIGS)
+                code = digests.digest(lowered.source, lowered.function)
+                yield jit.label(kernel.module, variant), code, launch
 
 
-def in_a_process(wanted: list[str]) -> Digests:
+def in_a_process(wanted: list[str]) -> Lowered:
     """Returns the digests that this command prints when it runs in a fresh process."""
     path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
@@ -62,34 +71,44 @@ def in_a_process(wanted: list[str]) -> Digests:
         text=True,
         check=True,
     )
-    return {name: digest for digest, name in map(str.split, done.stdout.splitlines())}
+    found = [line.split() for line in done.stdout.splitlines()]
+    return Lowered({name: code for code, _, name in found}, {name: x for _, x, name in found})
 
 
-def in_processes(kernels: list[str], runs: int, workers: int) -> list[Digests]:
+def in_processes(kernels: list[str], runs: int, workers: int) -> list[Lowered]:
     """Lowers every kernel in a process of its own, `runs` times."""
     with ThreadPoolExecutor(workers) as pool:
         jobs = [[pool.submit(in_a_process, [name]) for name in kernels] for _ in range(runs)]
-        return [{k: v for job in run for k, v in job.result().items()} for run in jobs]
+        return [merged(job.result() for job in run) for run in jobs]
 
 
-def differences(runs: list[Digests]) -> list[str]:
+def merged(parts: Iterable[Lowered]) -> Lowered:
+    """Returns the digests of several parts as one."""
+    every = Lowered({}, {})
+    for part in parts:
+        every.code.update(part.code)
+        every.launch.update(part.launch)
+    return every
+
+
+def differences(runs: Sequence[Digests], what: str = "") -> list[str]:
     """Returns a line for each variant whose digest is not the same in all runs."""
     said = []
     for name in sorted(set().union(*runs)):
         seen = [run.get(name, "absent") for run in runs]
         if len(set(seen)) > 1:
             counts = ", ".join(f"{digest} x {seen.count(digest)}" for digest in sorted(set(seen)))
-            said.append(f"{name}: {counts}")
+            said.append(f"{name}{what}: {counts}")
     return said
 
 
-def on_record(revision: str) -> Digests:
+def on_record(revision: str) -> Lowered:
     """Returns the digests of digests.json, in the working tree or in a git revision.
 
     Raises Unsupported if git does not have that revision of the file.
     """
     if not revision:
-        return digests.recorded()
+        return Lowered(digests.recorded(), digests.launches())
     file = digests.FILE.relative_to(ROOT).as_posix()
     git = ["git", "-C", str(ROOT), "show", f"{revision}:{file}"]
     try:
@@ -99,7 +118,8 @@ def on_record(revision: str) -> Digests:
     if done.returncode:
         fix = "name a revision of a checkout"
         raise Unsupported(need("digests", done.stderr.strip(), f"{revision}:{file}", fix))
-    return dict(json.loads(done.stdout)["kernels"])
+    record = json.loads(done.stdout)
+    return Lowered(record["kernels"], record.get("launches", {}))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -118,8 +138,8 @@ def main(arguments: Sequence[str]) -> int:
         if options.processes or options.check is not None or options.write:
             return _compare(kernels, options.processes or 1, options)
         for wanted in options.kernels or [""]:
-            for name, digest in own(wanted):
-                print(digest, name, flush=True)
+            for name, *both in own(wanted):
+                print(*both, name, flush=True)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -128,26 +148,33 @@ def main(arguments: Sequence[str]) -> int:
 
 def _compare(kernels: list[str], processes: int, options: argparse.Namespace) -> int:
     runs = in_processes(kernels, processes, options.workers)
-    said = differences(runs)
+    said = differences([run.code for run in runs])
+    said += differences([run.launch for run in runs], ", launch")
     if options.check is not None:
         record = on_record(options.check)
-        asked = {k: v for k, v in record.items() if k.partition("-")[0] in kernels}
-        said += differences([asked, runs[0]])
+        asked = {k: v for k, v in record.code.items() if k.partition("-")[0] in kernels}
+        said += differences([asked, runs[0].code])
+        launches = {k: record.launch.get(k, v) for k, v in runs[0].launch.items()}
+        said += differences([launches, runs[0].launch], ", launch")
     print(*said, sep="\n", end="\n" if said else "")
-    print(f"{len(runs[0])} variants, {len(runs)} processes, {len(said)} differ")
+    print(f"{len(runs[0].code)} variants, {len(runs)} processes, {len(said)} differ")
     if options.write and len(said) == 0:
         record_them(runs[0], kernels)
     return 1 if said else 0
 
 
-def record_them(found: Digests, kernels: list[str]) -> None:
+def record_them(found: Lowered, kernels: list[str]) -> None:
     """Writes what was lowered, and of all other kernels what the file has."""
     import tilelang
 
-    known = set(selected(""))
-    kept = {
-        name: digest
-        for name, digest in digests.recorded().items()
-        if name.partition("-")[0] in known - set(kernels)
-    }
-    digests.write(kept | found, tilelang.__version__)
+    others = set(selected("")) - set(kernels)
+
+    def kept(record: Digests) -> Digests:
+        return {name: x for name, x in record.items() if name.partition("-")[0] in others}
+
+    digests.write(
+        kept(digests.recorded()) | found.code,
+        kept(digests.launches()) | found.launch,
+        kept(digests.sources()) | {name: sources.code(sources.module_of(name)) for name in kernels},
+        tilelang.__version__,
+    )

@@ -3,9 +3,10 @@
 `QLA_PREBUILT` names a folder that `python -m qla_kernels build` filled, or one of its kernel files,
 beside which the launcher lies. Of a folder's two sets the driver decides; without a driver, checks
 read both. A file that is named is used whatever its set, if the driver can read it. If QLA_PREBUILT
-is not set, the folder `prebuilt` inside the package is used, which a wheel with kernels has; if it
-is empty, no prebuilt kernel is used. A kernel is used only if its sources are those that it was
-built from. Nothing is written.
+is not set, the folder `prebuilt` inside the package is used, which a wheel with kernels and a
+checkout of a release have; if it is empty, no prebuilt kernel is used. A kernel is used only if the
+sources here generate it (`sources.py`), a launcher only if it is of the C sources here. Nothing is
+written.
 """
 
 import functools
@@ -30,16 +31,16 @@ from qla_kernels.errors import Unsupported, need
 from qla_kernels.native import launcher as launcher_file
 from qla_kernels.native.launcher import contents_of, damaged
 from qla_kernels.native.pack import DTYPES, pack, texts
-from qla_kernels.native.sources import PACKAGE, fingerprint, module_of
+from qla_kernels.native.sources import PACKAGE, generate
 
-FORMAT = 3  # of kernel files; goes up with every change of entries or of launcher.c that they need
+FORMAT = 4  # of kernel files; goes up with every change of entries or of launcher.c that they need
 SETS = ("13", "12.9")  # ptxas; a driver of CUDA 12 reads only the second
 TOOLS = ("tilelang", "nvcc", "ptxas")  # whose versions a manifest has; the last if it was named
 FILE, MANIFEST, LAUNCHER = "kernels-{}.zip", "manifest.json", launcher_file.NAME
 DRIVER_OF_13 = 13000
 CUDA = 2  # DLPack's number
 MEMBERS = {"entry": "{}.json", "cubin": "{}.cubin"}  # of a kernel file, by their names in manifests
-ABOUT = ("digest", "sources", "entry", "cubin")  # of a kernel, in manifests
+ABOUT = ("digest", "launch", "sources", "code", "entry", "cubin")  # of a kernel, in manifests
 
 INSIDE = PACKAGE / "prebuilt"
 NOTHING_TO_LAUNCH = f"{NEEDS_TILELANG} is not installed either, so calls with CUDA tensors raise"
@@ -65,9 +66,9 @@ class KernelFile(NamedTuple):
         return cast(dict[str, dict[str, str]], self.manifest["kernels"])
 
     def has(self, label: str) -> bool:
-        """Returns whether a variant is in the file and was built from the sources that are here."""
+        """Returns whether a variant is in the file and is what the sources here generate."""
         about = self.kernels.get(label)
-        return about is not None and about["sources"] == fingerprint(module_of(label))
+        return about is not None and generate(label, about)
 
     def read(self, label: str, kind: str) -> bytes:
         """Returns a variant's "entry" or "cubin"; raises Unsupported if it is damaged."""
@@ -305,7 +306,10 @@ def checked(place: Path) -> list[Path]:
     if not files:
         fix = "run `python -m qla_kernels build --out FOLDER`"
         raise Unsupported(need("QLA_PREBUILT", f"no kernels in {place}", "a built folder", fix))
-    launcher_file.is_current(launcher)
+    if not launcher_file.is_current(launcher):
+        got = f"{launcher} was compiled from other C sources"
+        fix = "run `python -m qla_kernels build` in this checkout"
+        raise Unsupported(need("QLA_PREBUILT", got, "the launcher of these sources", fix))
     every = digests.recorded()
     for file in map(opened, files):
         if other := sorted(label for label in file.kernels if not file.has(label)):

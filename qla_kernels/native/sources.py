@@ -1,21 +1,63 @@
-"""Which sources a kernel is built from: a prebuilt one is used only if they are those here."""
+"""Which sources a kernel is built from, and whether a prebuilt kernel is what they generate.
 
+A kernel's sources are its module, all modules of this package that it imports, and their .cuh
+files. `fingerprint` is of their bytes. `code` is of what they mean to Python and to nvcc: comments,
+docstrings and spacing do not change it, and it is the same in every version of Python.
+"""
+
+import ast
 import functools
 import hashlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+from qla_kernels import digests
 
 PACKAGE = Path(__file__).parent.parent
 
 _FROM = re.compile(r"^\s*from (qla_kernels[\w.]*) import (\([^)]*\)|[^\n]*)", re.MULTILINE)
 _IMPORT = re.compile(r"^\s*import (qla_kernels[\w.]*)", re.MULTILINE)
+_DOCUMENTED = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+_CONTEXT = ast.Load, ast.Store, ast.Del  # follow from where a node stands
+
+
+def generate(label: str, about: Mapping[str, str]) -> bool:
+    """Returns whether the sources that are here generate a kernel that a manifest describes.
+
+    They do if they are those that it was built from, but for comments. They also do if they are
+    those that digests.json was written for, and if its digests of the variant's code and launch
+    are the kernel's. Edited sources whose digests were not renewed do not count.
+    """
+    module = module_of(label)
+    if path_of(module) is None:
+        return False
+    if about["sources"] == fingerprint(module):
+        return True
+    here = code(module)
+    recorded = digests.recorded_for(label, here)
+    return about["code"] == here or recorded == (about["digest"], about["launch"])
 
 
 @functools.cache
 def fingerprint(module: str) -> str:
-    """Returns a digest of a kernel module's source and of all of ours that it imports."""
+    """Returns a digest of the bytes of a kernel module's sources."""
+    return _joined(source(name)[0] for name in modules(module))
+
+
+@functools.cache
+def code(module: str) -> str:
+    """Returns a digest of a kernel module's sources without comments, docstrings and spacing."""
+    return _joined(f"{name} {_code_of(name)}\n" for name in modules(module))[: digests.DIGITS]
+
+
+def _joined(lines: Iterator[str]) -> str:
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def modules(module: str) -> list[str]:
+    """Returns a kernel module and all modules of the package that it imports, sorted."""
     seen: set[str] = set()
     pending = [module, "qla_kernels.shared_memory"]  # names of buffers order shared memory
     while pending:
@@ -23,7 +65,7 @@ def fingerprint(module: str) -> str:
         if name not in seen:
             seen.add(name)
             pending += source(name)[1]
-    return hashlib.sha256("".join(source(name)[0] for name in sorted(seen)).encode()).hexdigest()
+    return sorted(seen)
 
 
 def module_of(label: str) -> str:
@@ -35,12 +77,53 @@ def module_of(label: str) -> str:
 @functools.cache
 def source(module: str) -> tuple[str, list[str]]:
     """Returns the digest of a module's files, and the modules of the package that it imports."""
+    text, inline = _files(module)
+    digest = hashlib.sha256(text + inline).hexdigest()
+    return f"{module} {digest}\n", [*_imports(text.decode())]
+
+
+@functools.cache
+def _code_of(module: str) -> str:
+    text, inline = _files(module)
+    parts = [*structure(text.decode()), *digests.tokens(inline.decode())]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _files(module: str) -> tuple[bytes, bytes]:
+    """Returns a module's text, and that of the .cuh file beside it, empty if there is none."""
     path = path_of(module)
     assert path is not None, module
-    text = path.read_bytes()
     inline = path.with_suffix(".cuh")
-    digest = hashlib.sha256(text + (inline.read_bytes() if inline.exists() else b"")).hexdigest()
-    return f"{module} {digest}\n", [*_imports(text.decode())]
+    return path.read_bytes(), inline.read_bytes() if inline.exists() else b""
+
+
+def structure(text: str) -> Iterator[str]:
+    """Yields the parts of a Python text's syntax tree, without docstrings.
+
+    Fields and parts of texts that are empty are left out: versions of Python differ in them.
+    """
+    return _parts(ast.parse(text))
+
+
+def _parts(node: object) -> Iterator[str]:
+    if isinstance(node, ast.AST):
+        yield type(node).__name__
+        for name in sorted(node._fields):
+            value = getattr(node, name, None)
+            if name == "body" and isinstance(node, _DOCUMENTED) and ast.get_docstring(node, False):
+                value = node.body[1:]
+            if name == "values" and isinstance(node, ast.JoinedStr):
+                value = [x for x in node.values if getattr(x, "value", None) != ""]
+            if value is not None and value != [] and not isinstance(value, _CONTEXT):
+                yield name
+                yield from _parts(value)
+        yield "end"
+    elif isinstance(node, list):
+        yield str(len(node))
+        for item in node:
+            yield from _parts(item)
+    else:
+        yield ascii(node)
 
 
 def _imports(text: str) -> Iterator[str]:

@@ -1,6 +1,10 @@
 """What a digest of generated code sees, and what it does not."""
 
-from qla_kernels.digests import digest
+import pytest
+
+from qla_kernels import digests, jit
+from qla_kernels.digests import digest, launch
+from qla_kernels.native import sources
 
 SOURCE = """
 // helpers
@@ -43,3 +47,34 @@ def test_everything_else_does() -> None:
     assert changed(("i < n", "n < i"))
     assert changed(("a[i]", "sum[i]"))
     assert changed(("float x[N]", "float y[N]"))  # in front of the kernel
+
+
+def test_a_launch_is_its_entry_and_the_flags_of_its_compile() -> None:
+    flags = {"tl.enable_fast_math": True, "tl.ptxas_register_usage_level": 5}
+    before = launch(b"{}", flags)
+    assert launch(b"{}", dict(reversed(flags.items()))) == before
+    assert launch(b"[]", flags) != before
+    assert launch(b"{}", flags | {"tl.enable_fast_math": False}) != before
+    assert launch(b"{}", {}) != before
+
+
+@pytest.mark.parametrize("kernel", [".".join(names) for names in jit.kernel_names()])
+def test_digests_are_of_the_sources_that_are_here(kernel: str) -> None:
+    fix = f"run: python -m qla_kernels digests {kernel} --write"
+    assert digests.sources().get(kernel) == sources.code(sources.module_of(kernel)), fix
+
+
+def test_records_are_of_kernels_that_there_are() -> None:
+    kernels = {".".join(names) for names in jit.kernel_names()}
+    assert {*digests.sources()} == kernels
+    assert {label.partition("-")[0] for label in digests.recorded()} == kernels
+    assert {*digests.launches()} <= {*digests.recorded()}
+
+
+def test_digests_of_edited_sources_are_not_believed() -> None:
+    label = next(iter(digests.launches()))
+    kernel = label.partition("-")[0]
+    both = digests.recorded()[label], digests.launches()[label]
+    assert digests.recorded_for(label, digests.sources()[kernel]) == both
+    assert digests.recorded_for(label, "another") is None
+    assert digests.recorded_for(f"{kernel}-none", digests.sources()[kernel]) is None

@@ -17,9 +17,9 @@ from qla_kernels import build, digests, info, jit, programs, selftest, warmup
 from qla_kernels.compiler import INSTALL, NEEDS_TILELANG, WHEEL
 from qla_kernels.errors import Unsupported
 from qla_kernels.gdn.kernels import gate, recurrent
-from qla_kernels.native import prebuilt, sources
+from qla_kernels.native import launcher, prebuilt, sources
 from tests.native import behaviour, standin
-from tests.native.made_up import LABEL, VARIANT, built, write
+from tests.native.made_up import EDITED, LABEL, VARIANT, built, write
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
@@ -57,7 +57,7 @@ def test_a_prebuilt_kernel_is_used_and_says_which_it_is(folder: Path) -> None:
 
 def test_the_doctor_names_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     second = jit.label(recurrent, recurrent.VARIANTS[0])
-    path = write(folder, built(), built(sources="other")._replace(label=second))
+    path = write(folder, built(), built(**EDITED)._replace(label=second))
     every = sum(len(kernel.module.VARIANTS) for kernel in jit.kernel_modules())
     monkeypatch.setattr(info, "_version", lambda name, *_: "2.13.0" if name == "torch" else None)
     report = info.report()
@@ -147,7 +147,7 @@ def test_edited_sources_are_compiled_and_said_once(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     second = jit.label(recurrent, recurrent.VARIANTS[0])
-    path = write(folder, built(sources="other"), built(sources="other")._replace(label=second))
+    path = write(folder, built(**EDITED), built(**EDITED)._replace(label=second))
     with caplog.at_level(logging.WARNING, logger="qla_kernels"):
         assert jit.compile(gate, VARIANT) == "compiled"
         assert jit.compile(recurrent, recurrent.VARIANTS[0]) == "compiled"
@@ -155,6 +155,121 @@ def test_edited_sources_are_compiled_and_said_once(
         f"{path} was built from other sources of gdn.gate: it is compiled, as are other"
         " edited kernels"
     ]
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, **changed: str) -> None:
+    """Makes digests.json have the digests of `built()` for today's sources, but for `changed`."""
+    about = built().about | changed
+    monkeypatch.setattr(digests, "recorded", lambda: {LABEL: about["digest"]})
+    monkeypatch.setattr(digests, "launches", lambda: {LABEL: about["launch"]})
+    monkeypatch.setattr(digests, "sources", lambda: {"gdn.gate": about["code"]})
+
+
+def test_comments_do_not_make_a_kernel_old(folder: Path) -> None:
+    write(folder, built(sources="other"))
+    assert jit.compile(gate, VARIANT).__name__ == LABEL
+
+
+def test_sources_that_generate_the_same_keep_a_kernel(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sources were edited, lowered again, and gave the digests that the kernel has."""
+    write(folder, built(**EDITED))
+    recorded(monkeypatch)
+    assert jit.compile(gate, VARIANT).__name__ == LABEL
+
+
+@pytest.mark.parametrize("other", ["digest", "launch", "code"])
+def test_sources_that_generate_something_else_do_not(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    """Other device code, another launch; or edited sources that nobody has lowered."""
+    write(folder, built(**EDITED))
+    recorded(monkeypatch, **{other: "another"})
+    assert jit.compile(gate, VARIANT) == "compiled"
+
+
+def test_a_variant_whose_launch_is_not_recorded_is_not_trusted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(folder, built(**EDITED))
+    recorded(monkeypatch)
+    monkeypatch.setattr(digests, "launches", dict)
+    assert jit.compile(gate, VARIANT) == "compiled"
+
+
+def test_a_launcher_of_other_c_sources_is_not_used(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(folder)
+    monkeypatch.setattr(launcher, "sources", lambda: b"edited")
+    assert jit.compile(gate, VARIANT) == "compiled"
+    why = f"{folder / prebuilt.LAUNCHER} was compiled from other C sources than these"
+    assert caplog.messages == [
+        f"{why}; kernels are compiled; `python -m qla_kernels build` renews it"
+    ]
+    assert prebuilt.lacking(LABEL) == why
+    with pytest.raises(Unsupported, match=r"other C sources; need the launcher of these sources"):
+        prebuilt.checked(folder)
+
+
+def test_a_build_renews_a_launcher_that_is_damaged_or_old(folder: Path) -> None:
+    path = folder / prebuilt.LAUNCHER
+    whole, before = path.read_bytes(), path.stat().st_mtime_ns
+    assert build.launcher_in(folder) == path
+    assert path.stat().st_mtime_ns == before
+    library = whole[: whole.rindex(launcher.MARK)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launcher, "sources", lambda: bytes(launcher.DIGEST))
+        old = launcher.sealed(library)
+    for contents in (whole[:-1], old):
+        path.write_bytes(contents)
+        build.launcher_in(folder)
+        assert path.read_bytes() == whole  # the same compiler gives the same bytes
+
+
+TEXT = """
+def f(x, *, y: int = 0):
+    return f"{x:>{y}} {y!r}"
+"""
+SAME = """
+# a comment
+def f(
+    x,
+    *,
+    y: int = 0,
+):
+    'A docstring.'
+
+    return f'{x:>{y}} {y!r}'  # another
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "same"),
+    [
+        (TEXT, SAME, True),
+        (TEXT, f"'Of the module.'\n{TEXT}", True),
+        ("y!r", "y!s", False),
+        (">", "<", False),
+        ("int = 0", "int = False", False),
+        ("int = 0", "int = 0.0", False),
+        ("*, ", "", False),
+        ("    return", "    'A docstring.'; x\n    return", False),
+        ("return", "yield", False),
+        ("def", "async def", False),
+    ],
+)
+def test_code_is_what_python_reads(old: str, new: str, same: bool) -> None:
+    changed = TEXT.replace(old, new)
+    assert changed != TEXT
+    assert ([*sources.structure(changed)] == [*sources.structure(TEXT)]) is same
+
+
+def test_code_is_the_same_in_every_python() -> None:
+    """Versions differ in fields and texts that are empty. The number is from 3.10 to 3.13."""
+    parts = "\n".join(sources.structure(TEXT + "x = [1, -2.5, ...]\n"))
+    assert build.checksum(parts.encode())[:16] == "d5e96344737299c0"
 
 
 def test_a_fingerprint_is_of_what_a_kernel_imports(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,7 +456,7 @@ def test_without_a_driver_both_sets_are_checked(
             assert heard.startswith("1 ")
             assert f"cannot read {LABEL}.cubin in {path}" in heard
         write(folder, of_set=of_set)
-    write(folder, built(sources="other"), of_set="12.9")
+    write(folder, built(**EDITED), of_set="12.9")
     assert said("selftest").startswith("1 FAIL  prebuilt kernels for other drivers: 0 of 1 var")
     assert f"{paths['12.9']} lacks 1 of 1 kernels ({LABEL}" in said("warmup", "--in-process")
     monkeypatch.setattr(prebuilt, "_driver_version", lambda _: prebuilt.DRIVER_OF_13)
@@ -447,6 +562,58 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (folder / "new" / prebuilt.LAUNCHER).exists()
 
 
+@pytest.mark.usefixtures("compiler")
+def test_a_release_has_the_same_bytes_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two small kernels: built twice from nothing, and once from what is there."""
+    few = build.selected(["dualkv.dq_cast"])
+    first, again = folder / "first", folder / "again"
+    monkeypatch.setattr(build, "selected", lambda _: few)
+
+    def release(place: Path) -> dict[str, bytes]:
+        monkeypatch.setattr(prebuilt, "INSIDE", place)
+        assert build.main(["--release"]) == 0
+        return {path.name: path.read_bytes() for path in place.iterdir()}
+
+    written = release(first)
+    assert {*written} == {prebuilt.FILE.format(build.set_of()), prebuilt.LAUNCHER}
+    assert release(again) == written
+    monkeypatch.setattr(build, "build_all", lambda missing, *_: missing and pytest.fail("again"))
+    assert release(first) == written
+
+
+def test_a_release_needs_the_digests_of_its_sources(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prebuilt, "INSIDE", folder / "inside")
+    with monkeypatch.context() as patch:
+        patch.setattr(digests, "sources", dict)
+        assert build.main(["--release"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("build --release: digests.json is not of the sources of ")
+    assert "; run `python -m qla_kernels digests --write` with the TileLang" in said
+    assert not (folder / "inside").exists()
+    (kernel,) = (kernel for kernel in jit.kernel_modules("gdn") if kernel.module is gate)
+    recorded(monkeypatch)
+    build.check_recorded([(kernel, VARIANT)])
+    build.check_digests([built()])
+    for name in ("digest", "launch"):
+        with pytest.raises(Unsupported, match=r"not of the sources of 1 variants .gdn.gate"):
+            build.check_digests([built(**{name: "another"})])
+    with pytest.raises(SystemExit):
+        build.main(["--release", "gdn.gate"])
+
+
+def test_kernels_of_a_release_are_whole() -> None:
+    """Those that this checkout has, if it has any."""
+    *files, path = prebuilt.files_of(prebuilt.INSIDE)
+    for file in files:
+        launcher.is_current(path)  # raises if it is damaged
+        kernels = prebuilt.opened(file)
+        for label in kernels.kernels:
+            for kind in prebuilt.MEMBERS:
+                kernels.read(label, kind)
+
+
 def test_a_build_keeps_kernels_of_the_same_sources_and_tools(folder: Path) -> None:
     path = write(folder)
     tools = {"tilelang": "0.1.15", "nvcc": "release 13.0, V13.0.88"}
@@ -456,7 +623,7 @@ def test_a_build_keeps_kernels_of_the_same_sources_and_tools(folder: Path) -> No
     assert build.kept(path, found, tools | {"nvcc": "another"}) == {}
     assert build.kept(path, [], tools) == {}
     assert build.kept(path.with_name("none.zip"), found, tools) == {}
-    write(folder, built(sources="others"))
+    write(folder, built(**EDITED))
     assert build.kept(path, found, tools) == {}
     path.write_bytes(path.read_bytes()[:-100])
     assert build.kept(path, found, tools) == {}

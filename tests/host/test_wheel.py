@@ -176,7 +176,7 @@ print(hatch_build.tag(contents))
 def test_kernels_of_other_sources_do_not_get_into_a_wheel(kernels, tmp_path):
     pytest.importorskip("build", reason="needs the dev extra")
     shutil.copy(kernels / prebuilt.LAUNCHER, tmp_path)
-    made_up.write(tmp_path, made_up.built(sources="other"))
+    made_up.write(tmp_path, made_up.built(**made_up.EDITED))
     said = run(*BUILD, tmp_path, cwd=tmp_path, fails=True, QLA_PREBUILT=str(tmp_path))
     assert "was built from other sources of 1 kernels (gdn.gate-" in said
     said = run(*BUILD, tmp_path, cwd=tmp_path, fails=True, QLA_PREBUILT=str(tmp_path / "no"))

@@ -12,12 +12,20 @@ VARIANT, *_ = gate.VARIANTS
 LABEL = jit.label(gate, VARIANT)
 
 
+EDITED = {"sources": "other", "code": "other"}  # of a kernel whose sources are not those here
+
+
+def of(module: str) -> dict[str, str]:
+    return {"sources": sources.fingerprint(module), "code": sources.code(module)}
+
+
 def built(**changed: str) -> build.Built:
     """A kernel named gdn.gate; `changed` is different in the manifest."""
     entry = json.dumps(behaviour.ENTRY).encode()
     about = {
         "digest": "0123456789abcdef",
-        "sources": sources.fingerprint(gate.__name__),
+        "launch": "fedcba9876543210",
+        **of(gate.__name__),
         "entry": build.checksum(entry),
         "cubin": build.checksum(behaviour.CUBIN),
     }
@@ -27,7 +35,7 @@ def built(**changed: str) -> build.Built:
 def built_all() -> list[build.Built]:
     """The same kernel under the name of every variant, as a wheel has to have them."""
     return [
-        kernel._replace(label=label, about=kernel.about | {"sources": sources.fingerprint(module)})
+        kernel._replace(label=label, about=kernel.about | of(module))
         for kernel in [built()]
         for label in digests.recorded()
         for module in [sources.module_of(label)]
