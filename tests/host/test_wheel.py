@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from email import message_from_bytes
 from email.message import Message
@@ -45,7 +46,7 @@ BUILD = (sys.executable, "-m", "build", "--wheel", "--no-isolation", ROOT, "-o")
 def wheel(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
     pytest.importorskip("build", reason="needs the dev extra")
-    run(*BUILD, out, cwd=out)
+    run(*BUILD, out, cwd=out, QLA_PREBUILT="")
     (found,) = out.glob("*.whl")
     return found
 
@@ -103,7 +104,7 @@ def test_contents(wheel):
     package = {name for name in names if name.startswith("qla_kernels/")}
     for source, target in (("qla_kernels", "qla_kernels"), ("reference", "qla_kernels/reference")):
         for file in (ROOT / source).rglob("*"):
-            if file.is_file() and "__pycache__" not in file.parts:
+            if file.is_file() and not {"__pycache__", "prebuilt"} & {*file.parts}:
                 package.remove(f"{target}/{file.relative_to(ROOT / source).as_posix()}")
     assert not package, "files that the checkout does not have"
     assert "qla_kernels/py.typed" in names
@@ -195,6 +196,118 @@ def test_a_part_of_the_kernels_makes_no_wheel(kernels, tmp_path):
     assert f"QLA_PREBUILT: {file} lacks {every - 1} of {every} variants (attn.delta-" in said
     assert "Traceback" not in said
     assert not [*tmp_path.glob("*.whl")]
+
+
+@pytest.fixture(scope="module")
+def release(kernels, tmp_path_factory) -> Path:
+    """A checkout with both sets of kernels, as `build --release` leaves them."""
+    pytest.importorskip("build", reason="needs the dev extra")
+    root = tmp_path_factory.mktemp("release") / "checkout"
+    skip = shutil.ignore_patterns("__pycache__", "prebuilt")
+    for name in ("qla_kernels", "reference"):
+        shutil.copytree(ROOT / name, root / name, ignore=skip)
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", ".gitignore"):
+        shutil.copy(ROOT / name, root)
+    shutil.copytree(kernels, root / "qla_kernels" / "prebuilt")
+    return root
+
+
+def built_in(checkout: Path, out: Path, *how: str) -> tuple[Path, str]:
+    """Builds a wheel, or an sdist, of a checkout; returns its file and what was said."""
+    command = sys.executable, "-m", "build", *(how or ("--wheel",)), "--no-isolation", "-o", out
+    said = run(*command, checkout, cwd=out, stderr=True)
+    (found,) = (path for path in out.iterdir() if path.suffix in (".whl", ".gz"))
+    return found, said
+
+
+def inside(wheel: Path, folder: Path) -> Path:
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(folder)
+    return folder
+
+
+USED = """
+import sys
+from qla_kernels.native import prebuilt
+file = prebuilt.opened(prebuilt.files_of(prebuilt.INSIDE)[0])
+print(sum(map(file.has, file.kernels)), file.has("gdn.gate-bf16"))
+print(prebuilt.launcher_file.is_current(prebuilt.INSIDE / prebuilt.LAUNCHER))
+"""
+
+
+def used(folder: Path) -> list[str]:
+    return run(sys.executable, "-c", USED, cwd=folder, PYTHONPATH=str(folder)).split()
+
+
+@needs_cc
+def test_a_wheel_of_a_release_has_its_kernels(release, kernels, wheel_with_kernels, tmp_path):
+    """`pip install .`, also from a source distribution; an editable install is the checkout."""
+    every = len(digests.recorded())
+    assert used(release) == [str(every), "True", "True"]
+    wheel, said = built_in(release, tmp_path)
+    assert f"set 13, all {every} variants" in said
+    assert wheel.name == wheel_with_kernels.name
+    names = sorted(zipfile.ZipFile(wheel).namelist())
+    assert names == sorted(zipfile.ZipFile(wheel_with_kernels).namelist())
+    folder = inside(wheel, tmp_path / "inside")
+    for path in kernels.iterdir():
+        assert (folder / "qla_kernels" / "prebuilt" / path.name).read_bytes() == path.read_bytes()
+    assert used(folder) == [str(every), "True", "True"]
+    archive, _ = built_in(release, tmp_path / "inside", "--sdist")
+    with tarfile.open(archive) as file:
+        packed = {name.partition("/")[2] for name in file.getnames()}
+    assert {f"qla_kernels/prebuilt/{path.name}" for path in kernels.iterdir()} <= packed
+
+
+@needs_cc
+def test_kernels_of_an_edited_release_are_used_if_they_are_the_same(release, tmp_path):
+    """A docstring and C sources were edited, and a kernel's code, of which nobody knows digests."""
+    edited = shutil.copytree(release, tmp_path / "edited")
+    package = edited / "qla_kernels"
+    for path, text in (
+        (package / "conv" / "kernels" / "fwd.py", "# a comment\n"),
+        (package / "gdn" / "kernels" / "gate.py", "EDITED = True\n"),
+        (package / "native" / "launcher.c", "/* a comment */\n"),
+    ):
+        path.write_text(path.read_text() + text)
+    (tmp_path / "out").mkdir()
+    wheel, said = built_in(edited, tmp_path / "out")
+    few = sum(label.startswith("gdn.gate-") for label in digests.recorded())
+    every = len(digests.recorded())
+    assert f"set 13, {every - few} of {every} variants" in said
+    assert f"set 13: {few} were built from other sources and are not used" in said
+    assert used(edited) == [str(every - few), "False", "False"]
+    folder = inside(wheel, tmp_path / "inside")
+    assert used(folder) == [str(every - few), "False", "True"]  # the launcher was compiled
+
+
+@needs_cc
+def test_without_a_compiler_an_old_launcher_makes_no_wheel_with_kernels(release, tmp_path):
+    edited = shutil.copytree(release, tmp_path / "edited")
+    with (edited / "qla_kernels" / "native" / "launcher.c").open("a") as file:
+        file.write("/* a comment */\n")
+    command = [*BUILD[:-2], edited, "-o", tmp_path]
+    said = run(*command, cwd=tmp_path, stderr=True, CC="no-compiler")
+    assert "this wheel has no kernels: the launcher: " in said
+    assert "need a C compiler; install gcc" in said
+    (found,) = tmp_path.glob("*.whl")
+    assert found.name.endswith("-py3-none-any.whl")
+    assert not any("/prebuilt/" in name for name in zipfile.ZipFile(found).namelist())
+    (edited / "qla_kernels" / "prebuilt" / "kernels-13.zip").write_bytes(b"cut")
+    said = run(*command, cwd=tmp_path, fails=True)
+    assert "cannot read its manifest" in said
+    assert "Traceback" not in said
+
+
+def test_the_hook_needs_no_torch(tmp_path):
+    """pip builds in an environment of its own, which has hatchling alone."""
+    code = """
+import sys
+sys.modules.update(torch=None, numpy=None, einops=None, tilelang=None)
+from qla_kernels.native import launcher, prebuilt
+print(prebuilt.files_of(prebuilt.INSIDE)[-1].name)
+"""
+    assert run(sys.executable, "-c", code, cwd=ROOT).strip() == prebuilt.LAUNCHER
 
 
 @needs_cc
