@@ -34,7 +34,7 @@ def load(file: str | Path, variant: str = "") -> EmulatedKernel:
     `python -m qla_kernels inspect`. Raises Unsupported if it does not, or has no such variant, or
     several.
     """
-    module = kernel_of("emulator", Path(file), NEEDS).module
+    module = kernel_of("emulate", Path(file), NEEDS).module
     ids = {jit.variant_id(v): v for v in module.VARIANTS}
     fitting = [id for id in ids if variant in (id, "")] or [id for id in ids if variant in id]
     if not fitting or (variant and len(fitting) > 1):

@@ -20,6 +20,7 @@ from typing import Any
 from qla_kernels import jit
 from qla_kernels.inspect import sass, script, source
 from qla_kernels.inspect.threads import Threads
+from qla_kernels.native.sources import structure
 from qla_kernels.tile.schedule import Schedule
 
 
@@ -120,7 +121,9 @@ def key(kernel: jit.Kernel, variant: Any) -> str:
 @cache
 def _reader_version() -> str:
     files = sorted(Path(__file__).parent.glob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    readers = [file.read_text() for file in files if file.stem not in ("__init__", "command")]
+    parts = [part for text in readers for part in structure(text)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def _gather(kernel: jit.Kernel, variant: Any, folder: Path) -> Facts:

@@ -23,6 +23,7 @@ from typing import Any
 from qla_kernels import digests, inspect, jit
 from qla_kernels.inspect import sass
 from qla_kernels.inspect.gather import key as key_of_facts
+from qla_kernels.native.sources import structure
 from tests import lowered
 from tests.static import claims
 from tests.static.one_unit import one_unit
@@ -48,7 +49,7 @@ def recorded() -> dict[str, Any]:
 def key(kernel: jit.Kernel, variant: Any) -> str:
     """The digest on record and how it is made count, too: they are compared in the same check."""
     digest = digests.recorded().get(jit.label(kernel.module, variant))
-    parts = [key_of_facts(kernel, variant), digest, Path(digests.__file__).read_text()]
+    parts = [key_of_facts(kernel, variant), digest, *structure(Path(digests.__file__).read_text())]
     if claims.of(str(kernel), variant):
         parts.append(Path(claims.__file__).read_text())
     return hashlib.sha256(repr(tuple(parts)).encode()).hexdigest()[:16]
