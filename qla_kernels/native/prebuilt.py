@@ -183,11 +183,12 @@ def _kernels(wanted: str | None) -> KernelFile | str:
         got = f"no {kernels} in {place}" if not files else f"no {launcher}"
         fix = "name the folder of `python -m qla_kernels build --out FOLDER`, or unset QLA_PREBUILT"
         raise Unsupported(need("QLA_PREBUILT", got, f"kernels, and {LAUNCHER} beside them", fix))
+    file = opened(files[0])
     if not launcher_file.is_current(launcher):
         why = f"{launcher} was compiled from other C sources than these"
         log.warning("%s; kernels are compiled; `python -m qla_kernels build` renews it", why)
         return why
-    file, driver = opened(files[0]), _driver_version(launcher)
+    driver = _driver_version(launcher)
     # without a driver nothing will be launched, and `others` has the other set
     if driver == 0 or driver >= DRIVER_OF_13 or file.manifest["set"] != SETS[0]:
         return file

@@ -26,8 +26,9 @@ def wheel_of(folder: Path, sets: tuple[str, ...]) -> Path:
     """A wheel of this checkout with sets of one kernel, zipped without a build."""
     with zipfile.ZipFile(folder / WHEEL, "w") as file:
         for source, target in (("qla_kernels", ""), ("reference", "qla_kernels/")):
-            for path in (standin.ROOT / source).rglob("*.py"):
-                file.write(path, target + str(path.relative_to(standin.ROOT)))
+            for path in (standin.ROOT / source).rglob("*.*"):
+                if path.suffix in (".py", ".c", ".cuh", ".json"):
+                    file.write(path, target + str(path.relative_to(standin.ROOT)))
         file.write(standin.built() / prebuilt.LAUNCHER, hub_layout.INSIDE + prebuilt.LAUNCHER)
         for of_set in sets:
             path = made_up.write(folder, of_set=of_set)

@@ -166,7 +166,12 @@ def two_prebuilt(tmp_path, monkeypatch):
     """A kernel file of two variants, as `prebuilt.in_use` returns it; and what is compiled."""
     jobs = list(warmup.jobs())
     about = [
-        {"sources": "edited", "code": sources.code(module.__name__) + "edited" * edited}
+        {
+            "digest": "",
+            "launch": "",
+            "sources": "edited",
+            "code": sources.code(module.__name__) + "edited" * edited,
+        }
         for (module, _), edited in zip(jobs, (0, 0, 1), strict=False)
     ]
     kernels = dict(zip(labels(), about, strict=False))
