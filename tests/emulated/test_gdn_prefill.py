@@ -74,7 +74,7 @@ def test_a_call_without_tokens_passes_states_on(lengths, null_slot):
 @pytest.mark.parametrize("lengths", [[3, 0, 0, 0], [0, 0, 0, 0]], ids=str)
 def test_a_state_before_all_tokens_is_kept(lengths):
     """Of a sequence without tokens, too, whether or not another one has any."""
-    x = in_pool(small(lengths, sizes=(128, 64)), [3, 1, 0, 4], 5)
+    x = in_pool(small(lengths, sizes=(128, 64), padding=0), [3, 1, 0, 4], 5)
     first, starts = torch.tensor([0, 0, 1, 0]), torch.tensor([2, 0, 1, 9])
     x = kept(x, 4, torch.bfloat16, first_checkpoints=first, checkpoint_starts=starts)
     before = {n: t.clone() if torch.is_tensor(t) else t for n, t in x.items()}
