@@ -1,0 +1,1 @@
+"""Small wrong changes of the sources, to see whether tests notice: `python -m tests.mutants`."""
