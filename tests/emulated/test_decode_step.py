@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qla_kernels import causal_conv1d_update, decode_gated_delta_net
+from qla_kernels import Unsupported, causal_conv1d_update, decode_gated_delta_net
 from qla_kernels.gdn.launch import tensors
 from qla_kernels.selftest import gdn_step
 from reference import conv
@@ -53,6 +53,14 @@ def test_rows_that_are_too_far_apart_for_one_launch(monkeypatch):
     monkeypatch.setattr(tensors, "REACH", 1)
     assert torch.equal(gdn_step.packed_decode_gated_delta_rule(**y), together)
     assert torch.equal(x["initial_state"], y["initial_state"])
+
+
+def test_a_pool_that_begins_anywhere_is_refused():
+    x = step([1, 0])
+    pool = x["initial_state"]
+    x["initial_state"] = torch.empty(pool.numel() + 1, dtype=pool.dtype)[1:].view_as(pool)
+    with pytest.raises(Unsupported, match="begins 2 bytes past a multiple of 4 numbers"):
+        gdn_step.packed_decode_gated_delta_rule(**x)
 
 
 def test_gates_in_fp32_and_a_norm_in_bf16():

@@ -1,5 +1,6 @@
 """GdnPool on CPU tensors: any cut of a sequence into calls gives the definition's results."""
 
+import functools
 import random
 
 import pytest
@@ -8,7 +9,8 @@ from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qla_kernels.errors import Unsupported
-from qla_kernels.gdn import GdnPool
+from qla_kernels.gdn import GdnPool, refusal
+from qla_kernels.gdn.anchored import pool as anchored
 from qla_kernels.gdn.anchored.extend import Extension, extend
 from qla_kernels.gdn.anchored.pages import Page
 from qla_kernels.gdn.call import Call, Options
@@ -204,6 +206,17 @@ def test_wrong_calls_say_what_is_needed():
         p.decode(*(t.float() for t in few), slots)
     with pytest.raises(ValueError, match=r"\(slots, H, HV, K, V\) = .*; need at least one"):
         GdnPool(0, H, HV, K, V, device="cpu")
+
+
+def test_a_pool_of_wide_heads_is_refused_on_a_gpu(monkeypatch):
+    x = [torch.zeros(1, 2, 1, n, dtype=torch.bfloat16) for n in (256, 256, 64)]
+    x += [torch.zeros(1, 2, 1) for _ in range(2)]
+    p, slots = GdnPool(1, 1, 1, 256, 64, device="cpu"), torch.tensor([0])
+    p.prefill(*x, slots)
+    monkeypatch.setattr(anchored, "refusal", functools.partial(refusal, capability=(9, 0)))
+    for call in (p.prefill, p.decode):
+        with pytest.raises(Unsupported, match="GdnPool: head dimension K=256; need less than 256"):
+            call(*x, slots)
 
 
 @pytest.mark.parametrize("taken", [-1, 6])
