@@ -12,6 +12,8 @@ from qla_kernels import (
     chunk_gated_delta_rule_bwd,
     chunk_gated_delta_rule_fwd,
     fused_recurrent_gated_delta_rule,
+    prefill_gated_delta_rule,
+    verify_gated_delta_rule,
 )
 from tests.gdn_calls import call, leaves
 
@@ -24,11 +26,21 @@ def backward(q: torch.Tensor, k: torch.Tensor, do: torch.Tensor, **others: Any) 
     return chunk_gated_delta_rule_bwd(q, k, x["v"], g_cum, x["beta"], A, do)
 
 
+def prefill(**x: Any) -> Any:
+    return (prefill_gated_delta_rule(**x, state_indices=torch.arange(len(x["q"]))),)
+
+
+def verify(**x: Any) -> Any:
+    return (verify_gated_delta_rule(**x, state_indices=torch.arange(len(x["q"]))),)
+
+
 FUNCTIONS = {
     chunk_gated_delta_rule: ("q", "v", "beta", "initial_state", "A_log", "dt_bias"),
     fused_recurrent_gated_delta_rule: ("k", "g", "initial_state", "A_log", "dt_bias"),
     chunk_gated_delta_rule_fwd: ("k", "v", "g", "initial_state", "A_log"),
     backward: ("q", "do"),
+    prefill: ("q", "beta", "initial_state", "A_log"),
+    verify: ("k", "g", "initial_state", "dt_bias"),
 }
 CASES = [(run, name) for run, names in FUNCTIONS.items() for name in names]
 

@@ -150,6 +150,15 @@ MALFORMED_TREES = {
         {"parents": torch.tensor([[0, -(1 << 32), 0, 0, 0, 0]] * 3)},
         "parents has -4294967296; need numbers that fit in int32",
     ),
+    "dtype of rows": (
+        {"checkpoint_indices": torch.zeros(3)},
+        "checkpoint_indices is float32; need",
+    ),
+    "number of rows": (
+        {"checkpoint_indices": torch.tensor([1, 0])},
+        "checkpoint_indices has shape (2,); need [N] = (3,)",
+    ),
+    "dtype of parents": ({"parents": torch.zeros(3, 6)}, "parents is float32; need int32 or int64"),
     "a row twice": (
         {"checkpoint_indices": torch.tensor([1, 1, 2])},
         "checkpoint_indices [1, 1, 2], where 1 is there twice; need different ones, or negative",

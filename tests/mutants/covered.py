@@ -10,7 +10,7 @@ FAMILIES, LAUNCHER = f"{NATIVE}test_programs_of_families", f"{NATIVE}test_launch
 CALLS, DECODING = "tests/host/test_gdn_recurrent.py", "tests/host/test_decode_step.py"
 VERIFYING, PREFILL = "tests/host/test_gdn_verify.py", "tests/host/test_gdn_prefill.py"
 POOL, EMULATED_POOL = "tests/host/test_gdn_anchored.py", "tests/emulated/test_gdn_anchored.py"
-CONV = "tests/host/test_conv_api.py"
+DERIVATIVES, CONV = "tests/host/test_gdn_derivatives.py", "tests/host/test_conv_api.py"
 
 
 def case(kernel: str, variant: str) -> str:
@@ -40,7 +40,7 @@ HOST = {
     ],
     "gdn/decode/ops.py": [CALLS, VERIFYING, "tests/host/test_gdn_packed.py", DECODING],
     "gdn/decode/validate.py": [CALLS, DECODING, VERIFYING],
-    "gdn/decode/verify.py": [VERIFYING, f"{NATIVE}test_workloads_are_replayed"],
+    "gdn/decode/verify.py": [VERIFYING, DERIVATIVES, f"{NATIVE}test_workloads_are_replayed"],
     "gdn/prefill/launch.py": [
         "tests/emulated/test_gdn_prefill.py",
         case("gdn.fused_fwd", "bf16-k128-v64-solves-bf16"),
