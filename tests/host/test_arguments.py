@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from qla_kernels.arguments import flag, integer, number
+from qla_kernels import arguments
+from qla_kernels.arguments import check_words, flag, integer, number
 
 LEARNED = torch.ones((), requires_grad=True)
 
@@ -39,3 +40,22 @@ def test_what_is_refused(read, x, text):
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the text is compared below
         read("op", "x", x)
     assert str(error.value) == f"op: {text}"
+
+
+@pytest.mark.parametrize(
+    ("value", "on"), [(None, False), ("", False), ("0", False), ("1", True), ("yes", True)]
+)
+def test_variables_that_switch_something_on(value, on, monkeypatch):
+    monkeypatch.delenv("QLA_CHECK", raising=False)
+    if value is not None:
+        monkeypatch.setenv("QLA_CHECK", value)
+    assert arguments.switched_on("QLA_CHECK") is on
+    assert arguments.checks_contents() is on
+
+
+@pytest.mark.parametrize("wrong", [1 << 31, -(1 << 31) - 1, (1 << 32) + 1])
+def test_numbers_beyond_int32(wrong):
+    check_words("op", "slots", torch.tensor([(1 << 31) - 1, -(1 << 31)]))
+    check_words("op", "slots", torch.tensor([3], dtype=torch.int32))
+    with pytest.raises(ValueError, match=f"op: slots has {wrong}; need numbers that fit in int32"):
+        check_words("op", "slots", torch.tensor([5, wrong]))
