@@ -581,6 +581,13 @@ def lengths_that_are_new_in_each_call() -> None:
     DRIVER.on_host(0, 0)
 
 
+def calls_on_the_host_alone_have_no_program() -> None:
+    x, table = torch.zeros(40, 2), Programs("test")
+    assert DRIVER.on_host(x.data_ptr(), x.nbytes)
+    assert [table.find(x) for _ in range(3)] == [None] * 3
+    DRIVER.on_host(0, 0)
+
+
 def sparse_attention_() -> None:
     """Rounded by a kernel of ours, dK and dV are results of a program."""
     q, k, v = (torch.zeros(1, 512, heads, 64, dtype=torch.bfloat16) for heads in (2, 2, 2))
