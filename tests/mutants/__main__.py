@@ -34,6 +34,9 @@ WANTED, NO_TESTS = 0.95, 5
 STRICT = ("-fsyntax-only", "-Werror=int-conversion", "-Werror=incompatible-pointer-types")
 
 
+passing: set[str] = set()  # tests that pass without a mutant
+
+
 class Result(NamedTuple):
     mutant: Mutant
     verdict: str  # caught, late, survived or equivalent
@@ -41,16 +44,15 @@ class Result(NamedTuple):
     seconds: float
 
 
-def drawn(seed: int, count: int, only: str) -> list[Mutant]:
+def drawn(seed: int, count: int) -> list[Mutant]:
     """Draws an area's share of mutants: a file first, then a kind, then one of them."""
     found = []
     for area, (files, tenths) in AREAS.items():
-        draw, seen = random.Random(f"{area} {seed}"), set()
-        paths = [path for path in (f"qla_kernels/{name}" for name in files) if only in path]
-        every = {path: of_file(ROOT, path) for path in paths}
-        wanted = min(round(count * tenths / 10), sum(map(len, every.values())))
+        draw, seen = random.Random(f"{area} {seed}"), set[Mutant]()
+        every = {path: of_file(ROOT, path) for path in (f"qla_kernels/{name}" for name in files)}
+        wanted = min(round(count * tenths / 10), sum(map(len, every.values())) // 2)
         while len(seen) < wanted:
-            path, kind = draw.choice(paths), draw.choice(KINDS)
+            path, kind = draw.choice([*every]), draw.choice(KINDS)
             of_kind = [m for m in every[path] if m.kind == kind]
             if of_kind and (mutant := draw.choice(of_kind)) not in seen and compiles(mutant):
                 seen.add(mutant)
@@ -106,7 +108,7 @@ def noticed(folder: Path, test: str, limit: float) -> str:
 def tried(mutant: Mutant, folders: "Queue[Path]", limit: float) -> Result:
     name, started = mutant.path.removeprefix("qla_kernels/"), time.monotonic()
     data = (ROOT / mutant.path).read_bytes()
-    if (reason := EQUIVALENT.get((name, mutant.lines(data)[1]))) is not None:
+    if (reason := EQUIVALENT.get((name, *mutant.lines(data)))) is not None:
         return Result(mutant, "equivalent", reason, 0)
     tests = next(files[name] for files, _ in AREAS.values() if name in files)
     folder, verdict, by = folders.get(), "survived", ""
@@ -118,7 +120,10 @@ def tried(mutant: Mutant, folders: "Queue[Path]", limit: float) -> Result:
                 break
     finally:
         (folder / mutant.path).write_bytes(data)
-        folders.put(folder)
+    if by and by not in passing:
+        assert not noticed(folder, by, limit), f"{by} fails without a mutant, too"
+        passing.add(by)
+    folders.put(folder)
     return Result(mutant, verdict, by, time.monotonic() - started)
 
 
@@ -137,14 +142,16 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=60)
-    parser.add_argument("--only", default="", metavar="TEXT", help="in the path of a file")
+    parser.add_argument("--only", nargs="*", metavar="TEXT", help="in a mutant's place or line")
     parser.add_argument("--list", action="store_true", help="run none")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--limit", type=float, default=600, metavar="SECONDS", help="of one test")
     asked = parser.parse_args()
-    mutants = drawn(asked.seed, asked.count, asked.only)
+    every = [Result(mutant, "", "", 0) for mutant in drawn(asked.seed, asked.count)]
+    only = asked.only or [""]
+    mutants = [r.mutant for r in every if any(text in shown(r) for text in only)]
     if asked.list:
-        print(*(shown(Result(mutant, "", "", 0)) for mutant in mutants), sep="\n")
+        print(*(shown(result) for result in every if result.mutant in mutants), sep="\n")
         return 0
     folders: Queue[Path] = Queue()
     for _ in range(asked.jobs):

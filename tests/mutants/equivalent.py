@@ -1,13 +1,34 @@
-"""Mutants that no test can notice: the file, the changed line, and the reason."""
+"""Mutants that no test can notice: the file, the line before and after, and the reason."""
 
-EQUIVALENT: dict[tuple[str, str], str] = {
-    ("gdn/anchored/launch.py", "items = B * HV * (V * tile_v)"): "more CTAs than items: idle ones",
+EQUIVALENT: dict[tuple[str, str, str], str] = {
+    (
+        "gdn/anchored/launch.py",
+        "items = B * HV * (V // tile_v)",
+        "items = B * HV * (V * tile_v)",
+    ): "more CTAs than items: the others find none",
     (
         "native/programs.c",
+        "recording = list == Py_None ? NULL : list, noting = recording ? gpu : -1;",
         "recording = list == Py_None ? NULL : list, noting = recording ? gpu : -2;",
     ): "any negative number means none",
     (
         "native/launcher.c",
+        "unsigned box[RANK], steps[RANK]; Expression dims[RANK], strides[RANK - 1];",
         "unsigned box[RANK], steps[RANK]; Expression dims[RANK], strides[RANK + 1];",
     ): "more room than is used",
+    (
+        "native/forms.c",
+        "if (!look_up(form->tables, a, x->value[b], to)) return 0;",
+        "if (!look_up(form->tables, a, x->value[b], to)) return 1;",
+    ): "what follows is read as places of nodes; the next node's bounds are none, and refused",
+    (
+        "native/forms.c",
+        "if (b < 1) return 0;",
+        "if (b < 1) return 1;",
+    ): "the bounds of the divisor's node refuse it before",
+    (
+        "gdn/kernels/part_sums.py",
+        "await_previous()",
+        "pass",
+    ): "such a kernel is not launched before the one ahead has ended: slower",
 }

@@ -81,9 +81,9 @@ def _of_python(data: bytes, is_kernel: bool) -> Iterator[Edit]:
         elif isinstance(node, ast.BinOp):
             yield from between(node.left, node.right, node.op)
         elif isinstance(node, ast.BoolOp):
-            yield from between(*node.values[:2], node.op)
-        elif isinstance(node, ast.Constant) and type(node.value) in (int, bool):
-            new = not node.value if type(node.value) is bool else node.value + 1
+            yield from between(node.values[0], node.values[1], node.op)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, int):
+            new = not node.value if isinstance(node.value, bool) else node.value + 1
             yield CONSTANT, *span(node), repr(new).encode()
         elif isinstance(node, ast.Call) and _name(node) not in SYMMETRIC:
             given = [span(x) for x in node.args[:2] if not isinstance(x, ast.Starred)]

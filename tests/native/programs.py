@@ -149,6 +149,16 @@ def other_calls_are_not_replayed() -> None:
     assert type(table.find(x.clone(), bounds.clone(), 0.5)) is tuple
 
 
+def numbers_of_the_host_that_lie_apart() -> None:
+    """They are not compared, so that such a call has no program. One number is not apart."""
+    x, bounds, scale = _inputs()
+    apart = torch.stack([bounds, bounds], 1)[:, 0]
+    table = Programs("test")
+    assert [table.find(x, apart, scale) for _ in range(3)] == [None] * 3
+    alone = torch.tensor([7, 8, 9]).as_strided((1,), (2,))
+    assert type(_known(x, alone, scale).find(x, alone, scale)) is tuple
+
+
 def a_tensor_given_twice() -> None:
     """It differs from two tensors that look alike."""
 
@@ -358,6 +368,33 @@ def forms() -> None:
     assert _call_open(table, work, 298)
     assert asked == [149, 149]  # by the launch code alone, and in the check: not by the form
     assert table.find(_inputs(heads=200)[0].half()) is None
+
+
+def lengths_of_one_kind() -> None:
+    """The second call of a kind is recorded, whatever its T."""
+    table = Programs("test", tokens=[0])
+    assert table.find(_inputs(heads=30)[0]) is None
+    assert table.find(_inputs(heads=31)[0]) is RECORD
+
+
+def decisions_that_fail() -> None:
+    """A form does not hold where a decision raises: launch code says so itself."""
+
+    def parts(T: int) -> int:
+        if T > 100:
+            raise ValueError("too long")
+        return T + 1
+
+    def work(x: Tensor) -> tuple[Tensor]:
+        sums = _room(x, 40, x.shape[1])
+        LAUNCH(x, 0.5, sums, decided(parts, x.shape[1]))  # the last number that is computed
+        return (sums,)
+
+    table = _open(work, 30, 31)
+    assert _call_open(table, work, 100)
+    for _ in range(2):
+        assert type(table.find(_inputs(heads=101)[0])) is not tuple
+    assert _call_open(table, work, 99)
 
 
 def decisions_of_several_numbers() -> None:
