@@ -21,7 +21,7 @@ from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.keywords import scale_of
 from qla_kernels.gdn.sharded import ops as shard_ops
 from qla_kernels.gdn.sharded.context import (
-    TOKENS,
+    TOKENS_FACT,
     LinePlace,
     agree,
     group_of,
@@ -135,7 +135,7 @@ def _checked(
         "dtype": dtype_name(q.dtype),
         "use_gate_in_kernel": gate.use_gate_in_kernel,
         "scale": call.scale,
-        TOKENS: q.shape[1],
+        TOKENS_FACT: q.shape[1],
         **others,
     }
     return CheckedCall(call, place, facts)

@@ -33,7 +33,7 @@ from qla_kernels.ranks import RankError, expect_equal, lost_ranks_explained
 from qla_kernels.sm90 import Reason
 
 Facts = tuple[object, ...]  # properties of a call that must be the same on all ranks
-TOKENS = "the number of tokens"  # the fact that changes from batch to batch
+TOKENS_FACT = "the number of tokens"  # the fact that changes from batch to batch
 
 # The facts that a group's ranks have compared, so that GPUs do not wait to compare them again.
 _agreed: "WeakKeyDictionary[dist.ProcessGroup, set[str]]" = WeakKeyDictionary()
@@ -276,7 +276,7 @@ def agree(
         [(stretch.before, stretch.after, stretch.through) for stretch in shard.stretches],
         None if problem is None else str(problem),
     )
-    mine = repr({name: fact for name, fact in said[0].items() if name != TOKENS})
+    mine = repr({name: fact for name, fact in said[0].items() if name != TOKENS_FACT})
     known = _agreed.setdefault(shard.group, set())
     if on_gpu and problem is None and mine in known:
         return
