@@ -7,8 +7,9 @@ import torch
 
 from qla_kernels import Unsupported, chunk_gated_delta_rule, prefill_gated_delta_rule
 from qla_kernels.gdn import keywords, prefill_refusal
-from qla_kernels.gdn.prefill import api
+from qla_kernels.gdn.prefill import api, launch
 from qla_kernels.selftest.gdn_prefill import INPUTS, in_pool, kept, run
+from qla_kernels.tile.constants import CHUNK
 from tests.compare import assert_close
 from tests.gdn_calls import call, definition, records
 
@@ -197,3 +198,9 @@ def test_compiles_to_one_graph():
     assert torch.equal(prefill_gated_delta_rule(**x), compiled(**y))
     for name in ("initial_state", "checkpoints"):
         assert torch.equal(x[name], y[name])
+
+
+def test_a_checkpoint_that_never_comes_is_a_number_that_kernels_take():
+    """They add it to the chunk of the checkpoint before, in int32."""
+    most = (1 << 31) // CHUNK  # chunks of a sequence
+    assert most < launch.NEVER < (1 << 31) - most

@@ -42,6 +42,7 @@ HOST = {
     "gdn/decode/validate.py": [CALLS, DECODING, VERIFYING],
     "gdn/decode/verify.py": [VERIFYING, DERIVATIVES, f"{NATIVE}test_workloads_are_replayed"],
     "gdn/prefill/launch.py": [
+        PREFILL,
         "tests/emulated/test_gdn_prefill.py",
         case("gdn.fused_fwd", "bf16-k128-v64-solves-bf16"),
     ],

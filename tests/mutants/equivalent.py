@@ -7,6 +7,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "items = B * HV * (V * tile_v)",
     ): "more CTAs than items: the others find none",
     (
+        "dualkv/tables.py",
+        "-(-np.maximum(tout - np.maximum(begin, q_shift), 0) // tokens) for begin in (k0, end)",
+        "-(-np.maximum(0, tout - np.maximum(begin, q_shift)) // tokens) for begin in (k0, end)",
+    ): "the larger of two whole numbers, in any order",
+    (
         "native/programs.c",
         "recording = list == Py_None ? NULL : list, noting = recording ? gpu : -1;",
         "recording = list == Py_None ? NULL : list, noting = recording ? gpu : -2;",
