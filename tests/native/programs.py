@@ -250,6 +250,11 @@ def what_cannot_be_recorded() -> None:
     def returns_part(x: Tensor) -> tuple[Tensor]:
         return (x.new_empty(4, 4)[:, :2],)
 
+    def fills_part(x: Tensor) -> tuple[Tensor]:
+        room = x.new_empty(4, 4)
+        room[:, :2].zero_()
+        return (room,)
+
     def uses_stranger(x: Tensor) -> tuple[None]:
         LAUNCH(x, 0.5, other, 3)
         return (None,)
@@ -264,6 +269,7 @@ def what_cannot_be_recorded() -> None:
         writes_input,
         returns_input,
         returns_part,
+        fills_part,
         uses_stranger,
         launches_by_tilelang,
     ):
