@@ -142,7 +142,8 @@ def _prepared(workload: DecodeStep, inputs: StepInputs, dtype: torch.dtype) -> t
     taps, A_log, dt_bias, _ = (x.double() for x in inputs.weights)
     rows = inputs.rows[:, : workload.channels].double()
     y = conv.update(rows, inputs.last.double().mT, taps, None, True)[0].to(dtype).double()
-    return token(workload.heads, y, *inputs.gates.double().unbind(1), A_log, dt_bias)
+    a, b = inputs.gates.double().unbind(1)
+    return token(workload.heads, y, a, b, A_log, dt_bias)
 
 
 def token(
@@ -165,4 +166,4 @@ def stepped(S: Tensor, q: Tensor, k: Tensor, v: Tensor, d: Tensor, beta: Tensor)
     """Returns o of a token, and leaves the state after it in S."""
     u = beta[..., None] * (v - d[..., None] * torch.einsum("nhvk,nhk->nhv", S, k))
     S.mul_(d[..., None, None]).add_(torch.einsum("nhk,nhv->nhvk", k, u))
-    return torch.einsum("nhvk,nhk->nhv", S, q) * q.shape[-1] ** -0.5
+    return torch.mul(torch.einsum("nhvk,nhk->nhv", S, q), q.shape[-1] ** -0.5)
