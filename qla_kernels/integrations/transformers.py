@@ -149,6 +149,9 @@ class SwappedLayers(NamedTuple):
 def swap(model: nn.Module, batch_invariant: bool | None = None) -> int:
     """Makes the gated-delta-net layers of `model` call our functions; repeating it changes nothing.
 
+    From then on a call without a cache warns of packed sequences that these layers would mix, and
+    raises for bounds that do not end where the row ends: packed_calls.py.
+
     Args:
         batch_invariant: the gated delta rule of a token has the same bits in a training forward
             without a cache and in `generate`, whatever else is in the batch; calls that cannot
@@ -158,8 +161,6 @@ def swap(model: nn.Module, batch_invariant: bool | None = None) -> int:
     Returns:
         The number of layers of `model` that do; a warning is logged if there are none. Where layers
         share their module's functions, the layers of other models change as well.
-
-    Calls without a cache are looked at from then on: packed_calls.py.
 
     Raises:
         TypeError: `model` is no module.
