@@ -197,7 +197,7 @@ def test_a_dense_batch_with_too_many_tokens():
 
 def test_refusals():
     x = in_tree()
-    apart = torch.zeros(4, 7, 4, 16, 8)[:, :6]
+    apart = torch.zeros(2, 7, 4, 16, 8)[:, :6]
     with pytest.raises(Unsupported, match="need rows end to end"):
         verify_gated_delta_rule(**{**x, "checkpoints": apart})
     shared = torch.zeros(4, 6, 1, 16, 8).expand(4, 6, 4, 16, 8)
