@@ -32,6 +32,16 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "if (b < 1) return 1;",
     ): "the bounds of the divisor's node refuse it before",
     (
+        "native/making.c",
+        "|| !(p->events = PyList_New(0))) return -1;",
+        "|| !(p->events = PyList_New(0))) return -2;",
+    ): "any number but 0 is a failure",
+    (
+        "native/making.c",
+        "&& !memcmp(x->offset, y->offset, sizeof x->offset);",
+        "&& !memcmp(y->offset, x->offset, sizeof x->offset);",
+    ): "equal in any order",
+    (
         "gdn/kernels/part_sums.py",
         "await_previous()",
         "pass",
