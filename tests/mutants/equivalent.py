@@ -42,6 +42,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "&& !memcmp(y->offset, x->offset, sizeof x->offset);",
     ): "equal in any order",
     (
+        "gdn/kernels/activate.py",
+        "if has(flags, HAS_A_LOG):",
+        "if has(HAS_A_LOG, flags):",
+    ): "the bits that two numbers share, in any order",
+    (
         "gdn/kernels/part_sums.py",
         "await_previous()",
         "pass",
