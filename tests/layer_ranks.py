@@ -1,4 +1,4 @@
-"""A layer of a model over ranks, and five steps of training: `torchrun -m tests.layer_ranks`."""
+"""A convolution and a gated delta net over ranks: five steps of training on one, two and four."""
 
 import torch
 import torch.distributed as dist
@@ -7,6 +7,7 @@ from torch.nn.functional import silu
 
 from qla_kernels import causal_conv1d, chunk_gated_delta_rule
 from qla_kernels.gdn import build_cp_context
+from tests.ranks import serve
 
 
 def from_rank(before, rows, group):
@@ -64,27 +65,30 @@ def of_this_rank(cu_seqlens, lead, group=None):
     return context, torch.cat([start, context.cu_seqlens[1:] + lead])
 
 
-def main():
-    dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+def losses(rank, world, group=None):
+    """Returns the losses of five steps; every rank has its part of the tokens."""
     torch.manual_seed(0)  # the same weights and the same batch on every rank
     layer = GatedDeltaNet(width=64, H=2, HV=4, K=16, V=16)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     cu_seqlens = torch.tensor([0, 127, 192, 256])  # three sequences
     x, target = (whole.chunk(world)[rank] for whole in torch.randn(2, 256, 64))
     for _ in range(5):
-        given = of_this_rank(cu_seqlens, lead=3)
-        loss = (layer(x, *given) - target).square().sum() / 256  # a part of the batch's
+        context, conv_bounds = of_this_rank(cu_seqlens, 3, group)
+        loss = (layer(x, context, conv_bounds) - target).square().sum() / 256  # the batch's
         loss.backward()
         for parameter in layer.parameters():
-            dist.all_reduce(parameter.grad)  # a sum: each rank has its tokens' part
+            dist.all_reduce(parameter.grad, group=group)  # a sum: each rank has its tokens' part
         optimizer.step()
         optimizer.zero_grad()
-        dist.all_reduce(total := loss.detach())
-        if rank == 0:
-            print("loss", total.item())
-    dist.destroy_process_group()
+        dist.all_reduce(total := loss.detach(), group=group)
+        yield total.item()
+
+
+def results(rank):
+    groups = {world: dist.new_group([*range(world)]) for world in (1, 2, 4)}
+    for world, group in groups.items():
+        yield f"{world}", [*losses(rank, world, group)] if rank < world else []
 
 
 if __name__ == "__main__":
-    main()
+    serve(results)

@@ -1,4 +1,4 @@
-"""Two ranks that train a swapped model, for tests/host/test_integrations_docs.py."""
+"""Two ranks that train a swapped model, for tests/host/test_transformers_swap.py."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from qla_kernels.integrations import transformers as swapping
-from tests.tiny_hybrids import VOCABULARY, hybrid
+from tests.tiny_hybrids import VOCABULARY, of_two_layers
 
 KIND = "Qwen3.5"
 WAYS = ("DDP", "FSDP2", "FSDP2, compiled", "FSDP2, checkpointing")
@@ -46,11 +46,11 @@ def main(folder: Path, port: int, rank: int, world: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     torch.manual_seed(0)
     ids = torch.randint(VOCABULARY, (2 * world, 70))
-    want = step(hybrid(KIND), ids)  # without our functions
+    want = step(of_two_layers(KIND), ids)  # without our functions
     said = {}
     for way, order in product(WAYS, ORDERS):
         torch.compiler.reset()
-        model = hybrid(KIND)
+        model = of_two_layers(KIND)
         if order == "swap first":
             swapping.swap(model)
         model = wrapped(model, way, world)

@@ -12,7 +12,7 @@ from qla_kernels.integrations import transformers as swapping
 from tests import swap_ranks
 from tests.compare import relative_l2
 from tests.ranks import launched
-from tests.tiny_hybrids import VOCABULARY, hybrid
+from tests.tiny_hybrids import VOCABULARY, hybrid, of_two_layers
 
 transformers = pytest.importorskip("transformers", minversion="5.15")
 
@@ -221,7 +221,7 @@ def test_swap_in_either_order(way, first, monkeypatch):
 @pytest.mark.parametrize("order", ["swap, compile", "compile, swap", "compile, call, swap"])
 def test_swap_and_compile_in_either_order(order, in_place):
     torch.compiler.reset()
-    want, model, graphs = step(hybrid(KIND)), hybrid(KIND), Graphs()
+    want, model, graphs = step(of_two_layers(KIND)), of_two_layers(KIND), Graphs()
     if order == "swap, compile":
         swapping.swap(model)
     if in_place:
@@ -232,10 +232,10 @@ def test_swap_and_compile_in_either_order(order, in_place):
         assert (graphs.graphs > 0, graphs.ours) == (True, 0)
     swapping.swap(compiled)
     assert_agree(step(compiled), want)
-    assert graphs.ours == 3
+    assert graphs.ours == 1
     swapping.restore(compiled)
     assert_agree(step(compiled), want)
-    assert graphs.ours == 3
+    assert graphs.ours == 1
 
 
 ON_DISK = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu"}
@@ -271,5 +271,5 @@ def said(tmp_path_factory):
 def test_swap_in_either_order_over_two_ranks(said, way, order):
     for rank in said:
         swapped, worst = rank[f"{way}, {order}"]
-        assert swapped == 3
+        assert swapped == 1
         assert worst < 1e-4
