@@ -1,5 +1,6 @@
 """Replayed calls on a GPU have the bits of calls that run their launch code, for every family."""
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 
@@ -9,11 +10,16 @@ from torch import Tensor
 
 from qla_kernels import (
     causal_conv1d,
+    causal_conv1d_update,
     chunk_gated_delta_rule,
+    decode_gated_delta_net,
     fused_recurrent_gated_delta_rule,
+    packed_decode_gated_delta_rule,
+    prefill_gated_delta_rule,
     programs,
     shared_prefix_conv1d,
     shared_prefix_gated_delta_rule,
+    verify_gated_delta_rule,
 )
 from qla_kernels.dualkv import SharedLayout, shared_prefix_attention
 from qla_kernels.gdn import GdnPool, api, autograd
@@ -30,7 +36,9 @@ pytestmark = [
 
 Tree = tuple[tuple[int, ...], tuple[int, ...]]  # lengths and parents of nodes
 
-TIMES = 4  # as usual, recorded, and two replays
+# A GPU that is not the current one: test_programs_of_another_gpu.py
+GPU = torch.device("cuda", int(os.environ.get("QLA_TEST_GPU", "0")))
+TIMES = 4 if GPU.index == 0 else 10  # as usual, recorded, and replays
 
 
 @pytest.fixture(autouse=True)
@@ -46,13 +54,13 @@ def gdn(
 ) -> tuple[Tensor, ...]:
     q, k = (
         torch.nn.functional.normalize(
-            torch.randn(batch, tokens, H, K, device="cuda"), dim=-1
+            torch.randn(batch, tokens, H, K, device=GPU), dim=-1
         ).bfloat16()
         for _ in range(2)
     )
-    v = torch.randn(batch, tokens, HV, V, device="cuda", dtype=torch.bfloat16)
-    g = -0.1 * torch.rand(batch, tokens, HV, device="cuda")
-    return q, k, v, g, torch.rand(batch, tokens, HV, device="cuda", dtype=torch.bfloat16)
+    v = torch.randn(batch, tokens, HV, V, device=GPU, dtype=torch.bfloat16)
+    g = -0.1 * torch.rand(batch, tokens, HV, device=GPU)
+    return q, k, v, g, torch.rand(batch, tokens, HV, device=GPU, dtype=torch.bfloat16)
 
 
 def unreplayed(run: Callable[[], tuple[Tensor, ...]], monkeypatch: pytest.MonkeyPatch):
@@ -104,8 +112,8 @@ def test_packed_forward(
     """Of the second batch the device decides on one of two streams, unless lengths are known."""
     x = gdn(ends[-1] + 10)
     bounds = torch.tensor([0, *ends], dtype=dtype)
-    packed = {"cu_seqlens": bounds.cuda(), "cu_seqlens_cpu": bounds if known else None}
-    h0 = torch.randn(len(ends), 8, 128, 128, device="cuda")
+    packed = {"cu_seqlens": bounds.to(GPU), "cu_seqlens_cpu": bounds if known else None}
+    h0 = torch.randn(len(ends), 8, 128, 128, device=GPU)
     same_bits(
         lambda: chunk_gated_delta_rule(
             *x, initial_state=h0, output_final_state=True, use_qk_l2norm_in_kernel=True, **packed
@@ -150,7 +158,7 @@ def test_gradients_of_start_states(
     """Of segments the device finds their rows; states are copied for value heads in parts."""
     x = gdn(*sizes)
     _, _, HV, batch, K, V = sizes
-    h0 = torch.randn(batch, HV, *((V, K) if v_first else (K, V)), device="cuda")
+    h0 = torch.randn(batch, HV, *((V, K) if v_first else (K, V)), device=GPU)
     do, dht = torch.randn_like(x[2]), torch.randn_like(h0)
 
     def step() -> tuple[Tensor, ...]:
@@ -176,8 +184,8 @@ def test_gradients_of_start_states(
 def test_start_states_of_packed_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device alone knows which segment begins a sequence."""
     x = gdn(8200, 4, 8)
-    bounds = torch.tensor([0, 0, 7000, 8190], device="cuda")
-    h0 = torch.randn(3, 8, 128, 128, device="cuda")
+    bounds = torch.tensor([0, 0, 7000, 8190], device=GPU)
+    h0 = torch.randn(3, 8, 128, 128, device=GPU)
     do, dht = torch.randn_like(x[2]), torch.randn_like(h0)
 
     def step() -> tuple[Tensor, ...]:
@@ -261,7 +269,7 @@ def test_packed_forward_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = gdn(8195)
 
     def step(T: int) -> tuple[Tensor, ...]:
-        bounds = torch.tensor([0, T // 3, T // 3, T], device="cuda")
+        bounds = torch.tensor([0, T // 3, T // 3, T], device=GPU)
         return chunk_gated_delta_rule(
             *(x[:, :T] for x in whole), cu_seqlens=bounds, output_final_state=True
         )
@@ -287,8 +295,8 @@ def test_training_of_any_length(batch: int, monkeypatch: pytest.MonkeyPatch) -> 
 @torch.no_grad()
 def test_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, g, beta = gdn(1, batch=64)
-    pool = torch.randn(100, 8, 128, 128, device="cuda")
-    slots = torch.randperm(100, device="cuda")[:64]
+    pool = torch.randn(100, 8, 128, 128, device=GPU)
+    slots = torch.randperm(100, device=GPU)[:64]
 
     def step() -> tuple[Tensor, ...]:
         states = pool.clone()
@@ -303,6 +311,37 @@ def test_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     assert decode.DECODING.replays()
 
 
+@torch.no_grad()
+def test_serving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill and verification in a pool, and both parts of a layer's step, and the step."""
+    N, H, HV, size = 6, 2, 8, 128
+    x, drafts = gdn(600, H, HV), gdn(4, H, HV, batch=N)
+    pool = torch.randn(40, HV, size, size, device=GPU)
+    slots, of_drafts = torch.randperm(9, device=GPU)[:N], torch.randperm(40, device=GPU)[: 4 * N]
+    bounds = torch.tensor([0, 100, 101, 300, 300, 599, 600], device=GPU)
+    width = (2 * H + HV) * size
+    rows = torch.randn(N, width, device=GPU, dtype=torch.bfloat16)
+    weight, tails = torch.randn(width, 4, device=GPU), torch.randn(9, 3, width, device=GPU)
+    tails = tails.bfloat16().transpose(1, 2)
+    a, b, z = (
+        torch.randn(N, *n, device=GPU, dtype=torch.bfloat16) for n in ((HV,), (HV,), (HV, size))
+    )
+    A_log, dt_bias = torch.zeros(HV, device=GPU), torch.ones(HV, device=GPU)
+    norm = {"z": z, "norm_weight": torch.ones(size, device=GPU)}
+
+    def run() -> tuple[Tensor, ...]:
+        states, tail, other = pool.clone(), tails.clone(), tails.clone()
+        o = prefill_gated_delta_rule(*x, states, slots, cu_seqlens=bounds)
+        verified = verify_gated_delta_rule(*drafts, states, of_drafts.view(N, 4))
+        mixed = causal_conv1d_update(rows, tail, weight, None, "silu", slots)
+        of = a, b, A_log, dt_bias, states, slots
+        step = packed_decode_gated_delta_rule(mixed, *of, **norm)
+        whole = decode_gated_delta_net(rows, *of, other, weight, **norm)
+        return o, verified, mixed, step, whole, states, tail, other
+
+    same_bits(run, monkeypatch)
+
+
 @pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @torch.no_grad()
@@ -312,7 +351,7 @@ def test_pool(raw: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) ->
     x, rng = gdn(60 + 4 * steps, 4, 8, batch=N), torch.Generator().manual_seed(0)
     options = {}
     if raw:
-        options = {"A_log": torch.zeros(8, device="cuda"), "dt_bias": torch.ones(8, device="cuda")}
+        options = {"A_log": torch.zeros(8, device=GPU), "dt_bias": torch.ones(8, device=GPU)}
         flags = "use_gate_in_kernel", "use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel"
         options |= dict.fromkeys(flags, True)
     slots = torch.randperm(9, generator=rng)[:N].to(dtype)
@@ -321,23 +360,23 @@ def test_pool(raw: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) ->
     counts = torch.randint(0, 5, (steps, N), generator=rng).to(dtype)
 
     def run() -> tuple[Tensor, ...]:
-        pool, at, results = GdnPool(9, 4, 8, 128, 128, device="cuda"), list(lengths), []
+        pool, at, results = GdnPool(9, 4, 8, 128, 128, device=GPU), list(lengths), []
         for n in range(N):
             prompt = (t[n : n + 1, : at[n]] for t in x)
-            pool.prefill(*prompt, slots[n : n + 1].cuda(), **options)
+            pool.prefill(*prompt, slots[n : n + 1].to(GPU), **options)
         for step, (order, count) in enumerate(zip(orders, counts, strict=True)):
             new = 4 if step % 3 else 1
             tokens = [torch.stack([t[n, at[n] : at[n] + new] for n in order]) for t in x]
             tokens = [torch.cat([t, torch.full_like(t[:1], torch.nan)]) for t in tokens]
-            index = torch.cat([slots[order], torch.tensor([-1], dtype=dtype)]).cuda()
+            index = torch.cat([slots[order], torch.tensor([-1], dtype=dtype)]).to(GPU)
             version = pool.tensors.lengths._version
             results.append(pool.decode(*tokens, index, **options))
             assert pool.tensors.lengths._version == version + 1
             back = count.clamp(max=new)
-            pool.reject(index, torch.cat([back, torch.tensor([7], dtype=dtype)]).cuda())
+            pool.reject(index, torch.cat([back, torch.tensor([7], dtype=dtype)]).to(GPU))
             for n, taken in zip(order.tolist(), back.tolist(), strict=True):
                 at[n] += new - taken
-            assert pool.lengths[slots.long().cuda()].tolist() == at
+            assert pool.lengths[slots.long().to(GPU)].tolist() == at
         return (*results, *(t[:-1] for t in pool.tensors))  # the last slot holds anything
 
     same_bits(run, monkeypatch)
@@ -349,10 +388,10 @@ def test_pool(raw: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_shared_prompts(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = SharedLayout.from_lengths([(700, [300, 200]), (100, [50] * 7)], device="cuda")
+    layout = SharedLayout.from_lengths([(700, [300, 200]), (100, [50] * 7)], device=GPU)
     T = layout.num_tokens
-    q = torch.randn(T, 16, 128, device="cuda", dtype=torch.bfloat16)
-    k, v = (torch.randn(T, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    q = torch.randn(T, 16, 128, device=GPU, dtype=torch.bfloat16)
+    k, v = (torch.randn(T, 2, 128, device=GPU, dtype=torch.bfloat16) for _ in range(2))
     do = torch.randn_like(q)
 
     def step() -> tuple[Tensor, ...]:
@@ -366,8 +405,8 @@ def test_shared_prompts(deterministic: bool, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_sparse_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    q = torch.randn(1, 1024, 4, 128, device="cuda", dtype=torch.bfloat16)
-    k, v = (torch.randn(1, 1024, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    q = torch.randn(1, 1024, 4, 128, device=GPU, dtype=torch.bfloat16)
+    k, v = (torch.randn(1, 1024, 2, 128, device=GPU, dtype=torch.bfloat16) for _ in range(2))
     pattern = FixedVerticalSlash([0, 5, 100], [0, 2, 4])
 
     def step() -> tuple[Tensor, ...]:
@@ -387,7 +426,7 @@ DEEP = (300, 200, 64, 70, 130, 1, 500), (-1, 0, 1, 1, 0, 4, -1)
 @pytest.mark.parametrize("tree", [TREE, DEEP], ids=["wide", "deep"])
 @pytest.mark.parametrize("final", [False, True])
 def test_trees(tree: Tree, final: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = SharedLayout.from_forest(*tree).to("cuda")
+    layout = SharedLayout.from_forest(*tree).to(GPU)
     x = gdn(layout.num_tokens)
     do = torch.randn_like(x[2])
 
@@ -407,7 +446,7 @@ def test_trees(tree: Tree, final: bool, monkeypatch: pytest.MonkeyPatch) -> None
 
 @torch.no_grad()
 def test_trees_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = SharedLayout.from_forest(*DEEP).to("cuda")
+    layout = SharedLayout.from_forest(*DEEP).to(GPU)
     x = gdn(layout.num_tokens)
     same_bits(
         lambda: shared_prefix_gated_delta_rule(
@@ -421,10 +460,10 @@ def test_trees_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("packed", ["", "int32", "int64", "tree"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_convolution(packed: str, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = SharedLayout.from_forest(*DEEP).to("cuda")
+    layout = SharedLayout.from_forest(*DEEP).to(GPU)
     T, C = layout.num_tokens, 512
-    x = torch.randn(T, C, device="cuda", dtype=torch.bfloat16)
-    given = [x, torch.randn(C, 4, device="cuda"), *[torch.randn(C, device="cuda")] * bias]
+    x = torch.randn(T, C, device=GPU, dtype=torch.bfloat16)
+    given = [x, torch.randn(C, 4, device=GPU), *[torch.randn(C, device=GPU)] * bias]
     dy = torch.randn_like(x)
 
     def step() -> tuple[Tensor, ...]:
@@ -439,7 +478,7 @@ def test_convolution(packed: str, bias: bool, monkeypatch: pytest.MonkeyPatch) -
 
     bounds = None
     if packed.startswith("int"):
-        bounds = torch.tensor([0, 5, 700, T], device="cuda", dtype=getattr(torch, packed))
+        bounds = torch.tensor([0, 5, 700, T], device=GPU, dtype=getattr(torch, packed))
     same_bits(step, monkeypatch)
     all_replayed("conv_fwd", "conv_bwd")
 
