@@ -16,8 +16,9 @@ int standin_no_context;       /* no context is current in any thread */
 int standin_loads, standin_pushes, standin_pops;
 int standin_fail;             /* the next launch gives this error */
 int standin_still;            /* fills and copies leave memory as it is */
+int standin_full;             /* fills and copies are written down with their numbers, and allocations */
 static char kinds[256];       /* of the next launches' arguments: p pointer, m map, i int32, f float32 */
-static unsigned char record[1 << 16];
+static unsigned char record[1 << 20];
 static int used;
 
 void standin_expect(const char *letters) { strncpy(kinds, letters, sizeof kinds - 1); used = 0; }
@@ -27,6 +28,11 @@ static void put(const void *from, size_t size) {
     if (used + size > sizeof record) return;
     memcpy(record + used, from, size);
     used += (int)size;
+}
+void standin_note(const char *name, uint64_t first, uint64_t second) { /* between launches, by tests */
+    put(name, strlen(name) + 1);
+    put(&first, sizeof first);
+    put(&second, sizeof second);
 }
 
 /* ---- devices and contexts ---- */
@@ -111,7 +117,8 @@ static int launch(Function *f, const unsigned *numbers, void *stream, int depend
     put(numbers, 7 * sizeof *numbers);
     put(&stream, sizeof stream);
     put(&dependent, sizeof dependent);
-    for (int i = 0; kinds[i]; i++) put(arguments[i], kinds[i] == 'm' ? 128 : kinds[i] == 'p' ? 8 : 4);
+    const char *own = strchr(f->name, '|'), *letters = own ? own + 1 : kinds; /* a name may have them */
+    for (int i = 0; letters[i]; i++) put(arguments[i], letters[i] == 'm' ? 128 : letters[i] == 'p' ? 8 : 4);
     return OK;
 }
 /* ---- events: written down like launches ---- */
@@ -135,13 +142,18 @@ int cuEventRecord(void *event, void *stream) {
     return *(int *)event == standin_gpu ? put_event("record", event, stream) : INVALID_HANDLE;
 }
 int cuStreamWaitEvent(void *stream, void *event, unsigned flags) { return put_event("wait", event, stream); }
+static int put_fill(void *to, unsigned value, size_t n, void *stream) {
+    put_event("fill", to, stream);
+    if (standin_full) put(&value, sizeof value), put(&n, sizeof n);
+    return OK;
+}
 int cuMemsetD8Async(void *to, unsigned char value, size_t n, void *stream) {
     if (!standin_still) memset(to, value, n);
-    return put_event("fill", to, stream);
+    return put_fill(to, value * 0x01010101u, n, stream);
 }
 int cuMemsetD32Async(void *to, unsigned value, size_t n, void *stream) {
     for (size_t i = 0; !standin_still && i < n; i++) ((unsigned *)to)[i] = value;
-    return put_event("fill", to, stream);
+    return put_fill(to, value, 4 * n, stream);
 }
 typedef struct {
     size_t from_x, from_y; unsigned from_type; const void *from_host; char *from; void *from_array;
@@ -151,7 +163,10 @@ typedef struct {
 int cuMemcpy2DAsync_v2(const Copy *c, void *stream) {
     for (size_t i = 0; !standin_still && i < c->height; i++)
         memcpy(c->to + i * c->to_pitch, c->from + i * c->from_pitch, c->width);
-    return put_event("copy", c->to, stream);
+    put_event("copy", c->to, stream);
+    size_t numbers[] = {(size_t)c->from, c->to_pitch, c->from_pitch, c->width, c->height};
+    if (standin_full) put(numbers, sizeof numbers);
+    return OK;
 }
 int cuStreamIsCapturing(void *stream, int *status) { *status = standin_capturing; return OK; }
 
@@ -207,7 +222,13 @@ int standin_is_on_host(const char *at) {
 static int allocate(Tensor *like, void **out, void *context, void *error) {
     Tensor there = *like;
     there.device.type = CPU, there.device.id = 0;
-    return of_torch->allocate(&there, out, context, error);
+    int failed = of_torch->allocate(&there, out, context, error);
+    if (failed || !standin_full) return failed;
+    uint64_t size = like->bits / 8;
+    for (int i = 0; i < like->dims; i++) size *= (uint64_t)like->shape[i];
+    const Tensor *made = (const Tensor *)((char *)*out + 32); /* in a DLManagedTensorVersioned */
+    standin_note("alloc", (uint64_t)(made->data + made->byte_offset), size);
+    return OK;
 }
 static int from_python(void *object, Tensor *out) {
     int failed = of_torch->from_python(object, out);

@@ -2,8 +2,8 @@
 
 Importing this prepares the process, which `standin.run` has to have started. Host code of GPUs
 runs: all tensors are a GPU's but those that `host` was given. So recorders and programs treat them
-as there, streams included. Kernels are made up from the arguments of their first launch, memory is
-not touched, and `kernels_of_torch` says which operators of torch would have been launches.
+as there, streams included. Kernels are made up from the arguments of their first launch, under a name
+that `made` explains and that says what the driver writes down; memory is not touched, and `kernels_of_torch` says which operators of torch would have been launches.
 """
 
 import re
@@ -25,11 +25,13 @@ from tests.native import standin
 from tests.native.behaviour import CUBIN
 
 NATIVE, DRIVER = standin.replaying(passing=True), standin.Driver()
-DRIVER["still"] = 1
+DRIVER["still"] = DRIVER["full"] = 1
 SMS, SECOND = 132, 7  # a stream
 
 launched: list[str] = []  # kernels, by launch code; a replay launches without it
-_kernels: dict[tuple[str, tuple[Any, ...]], Any] = {}
+Key = tuple[str, tuple[Any, ...]]  # a label, and what each argument is like
+made: list[Key] = []  # made-up kernels, whose names begin with the place here
+_kernels: dict[Key, Any] = {}
 _on_host: list[Tensor] = []  # as long as they are known, their memory is theirs
 
 
@@ -46,6 +48,7 @@ def forget() -> None:
     programs.forget()
     known.forget()
     _kernels.clear()
+    made.clear()
     DRIVER.on_host(0, 0)
     _on_host.clear()
 
@@ -68,7 +71,11 @@ def _made_up(module: Any, variant: Any) -> Callable[..., None]:
     def launch(*given: Any) -> None:
         key = label, tuple(map(standin.like, given))
         if key not in _kernels:
-            entry = standin.entry(jit.function_name(module, variant), given)
+            entry = standin.entry("", given)
+            floats = [name for name, dtype in entry["scalars"] if dtype == "float32"]
+            entry["arguments"] += [("float32", [name]) for name in floats]
+            entry["function"] = f"{len(made)}|{standin.kinds(entry)}"
+            made.append(key)
             _kernels[key] = NATIVE.launcher(
                 label, entry["function"], CUBIN, pack(entry), *texts(entry)
             )
@@ -93,9 +100,22 @@ def _fork(x: Tensor) -> Iterator[Any]:
         yield
         DRIVER["stream"] = here.cuda_stream
 
-    recording.note_wait(second, here)
+    _wait(second, here)
     yield aside()
-    recording.note_wait(here, second)
+    _wait(here, second)
+
+
+def _wait(stream: _Stream, other: _Stream) -> None:
+    """An event, as torch has them."""
+    recording.note_wait(stream, other)
+    DRIVER.note("record", 0, other.cuda_stream)
+    DRIVER.note("wait", 0, stream.cuda_stream)
+
+
+def _representative(native: Any, q: Any, v: Any, cu_seqlens: Any, given: Any, options: Any) -> Any:
+    """What stands for a tensor of the host is one, too."""
+    found = _usual(native, q, v, cu_seqlens, given, options)
+    return found if found is given or is_on_host(found) else host(found)
 
 
 class kernels_of_torch(TorchDispatchMode):
@@ -113,6 +133,7 @@ class kernels_of_torch(TorchDispatchMode):
         return done
 
 
+_usual, known.representative = known.representative, _representative
 jit.compile = _made_up
 known.copy_of = lambda x: host(x.clone())
 programs.Recorder = _Recorder

@@ -62,9 +62,13 @@ class Driver:
         self.library.standin_expect(letters.encode())
 
     def record(self) -> bytes:
-        room = ctypes.create_string_buffer(1 << 16)
+        room = ctypes.create_string_buffer(1 << 20)
         size = self.library.standin_record(room)
         return room.raw[:size]
+
+    def note(self, name: str, first: int, second: int) -> None:
+        """Writes two numbers into the record."""
+        self.library.standin_note(name.encode(), *map(ctypes.c_uint64, (first, second)))
 
     def on_host(self, begin: int, size: int) -> bool:
         """Says that this memory is the host's; 0: that none is. False: there is no room for it."""
