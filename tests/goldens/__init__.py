@@ -1,0 +1,1 @@
+"""What calls, planners and checks did when these files were written: see __main__.py."""
