@@ -3,11 +3,19 @@
     python examples/finetune_qwen3_5.py --model Qwen/Qwen3.5-4B --text corpus.txt --output tuned
     torchrun --nproc-per-node 8 examples/finetune_qwen3_5.py ...    the same on eight GPUs
     python examples/finetune_qwen3_5.py --tiny      a random model and text, on a CPU, in seconds
-    python examples/finetune_qwen3_5.py --tiny --compare    once without our kernels: same losses
+    python examples/finetune_qwen3_5.py --tiny --full --compare     the same losses without ours
 
-One line makes the difference: `swap(model)`. The rest is an ordinary Trainer. Weights and optimizer
-stay in fp32, and the model runs under bf16 autocast, because our GPU kernels take 16-bit tensors.
-Needs accelerate, and a transformers that has Qwen3.5.
+One line makes the difference: `swap(model)`. The rest is an ordinary Trainer. By default weights
+are bf16, LoRA of PEFT trains, and layers are recomputed in the backward. `--full` trains all
+weights, in fp32. A GPU runs both under bf16 autocast, because our kernels take 16-bit tensors.
+
+Memory of Qwen3.5-4B with 2 sequences of 4096 tokens, in GB, as the script estimates it beforehand:
+
+            total  weights  optimizer  activations  logits
+    LoRA     36.2      8.5        0.3          3.0    24.4
+    --full   79.6     16.8       33.6          4.8    24.4    too much for 80: --batch 1 has 69.7
+
+Needs peft, accelerate, and a transformers that has Qwen3.5; `--full` needs no peft.
 """
 
 import argparse
@@ -17,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from qwen_setup import WORDS, adapters, estimate, need_libraries, tiny_model
 from torch import Tensor
 
 from qla_kernels.integrations import transformers as qla
@@ -24,14 +33,6 @@ from qla_kernels.integrations import transformers as qla
 # Relative difference of losses with and without our kernels. In bf16 one rounding is 4e-3, and the
 # mean over hundreds of tokens less.
 AGREE, AGREE_BF16 = 1e-5, 4e-3
-TINY = {
-    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4, "max_position_embeddings": 512,
-    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-    "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
-}  # fmt: skip
 
 
 class Chunks(torch.utils.data.Dataset[dict[str, Tensor]]):
@@ -50,23 +51,17 @@ class Chunks(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"input_ids": self.pieces[i], "labels": self.pieces[i]}
 
 
-def tiny_model() -> Any:
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
-
-    torch.manual_seed(0)
-    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**TINY))
-
-
 def tiny_text() -> Tensor:
     """Words of three tokens, so that there is something to learn."""
-    words = torch.randint(1, TINY["vocab_size"], (8, 3), generator=torch.manual_seed(1))
+    words = torch.randint(2, len(WORDS), (8, 3), generator=torch.manual_seed(1))
     return words[torch.randint(8, (1400,), generator=torch.manual_seed(2))].flatten()
 
 
 def pretrained(options: argparse.Namespace) -> tuple[Any, Tensor]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    dtype = torch.float32 if options.full else torch.bfloat16
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
     ids = AutoTokenizer.from_pretrained(options.model)(options.text.read_text())["input_ids"]
     return model, torch.tensor(ids)
 
@@ -83,9 +78,16 @@ def train(options: argparse.Namespace, ours: bool) -> list[float]:
             raise SystemExit("no layer was swapped: this is no Qwen3.5")
     else:
         qla.restore(model)  # models of a kind share functions
+    if not options.full:
+        from peft import get_peft_model
+
+        torch.manual_seed(0)
+        model = get_peft_model(model, adapters(options.rank))
+    model.config.get_text_config().use_cache = False
+    if ours:
+        print(estimate(model, options.batch * options.length, logits=True))
     on_gpu = torch.cuda.is_available()
-    if options.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.gradient_checkpointing_enable({"use_reentrant": False})
     settings = TrainingArguments(
         output_dir=str(options.output), max_steps=options.steps, logging_steps=1,
         per_device_train_batch_size=options.batch, learning_rate=options.rate,
@@ -108,20 +110,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--text", type=Path, help="a text file to train on")
     add("--output", type=Path, default=Path("out/finetune"))
     add("--tiny", action="store_true", help="a random model and text")
+    add("--full", action="store_true", help="train all weights, in fp32, in place of LoRA")
+    add("--rank", type=int, default=16, help="rank of the adapters")
     add("--compare", action="store_true", help="train twice, first without our kernels")
     add("--length", type=int, default=None, help="tokens of a sequence; 4096, or 64 if tiny")
-    add("--batch", type=int, default=4)
+    add("--batch", type=int, default=2)
     add("--steps", type=int, default=None, help="1000, or 8 if tiny")
-    add("--rate", type=float, default=None, help="learning rate; 1e-5, or 3e-3 if tiny")
+    add(
+        "--rate",
+        type=float,
+        default=None,
+        help="learning rate; 1e-4, with --full 1e-5; more if tiny",
+    )
     add("--bf16", action="store_true", help="autocast on a CPU as well; a GPU always has it")
-    add("--checkpointing", action="store_true", help="recompute layers in the backward")
     options = parser.parse_args(arguments)
     if not options.tiny and options.text is None:
         parser.error("no text to train on; need --text FILE or --tiny; pass one of them")
-    defaults = (64, 8, 3e-3) if options.tiny else (4096, 1000, 1e-5)
+    if not options.full:
+        need_libraries("peft", without=", or pass --full")
+    rates = (3e-3, 3e-2) if options.tiny else (1e-5, 1e-4)
+    defaults = *((64, 8) if options.tiny else (4096, 1000)), rates[not options.full]
     for name, value in zip(("length", "steps", "rate"), defaults, strict=True):
         if getattr(options, name) is None:
             setattr(options, name, value)
+    for name in ("length", "batch", "steps", "rank"):
+        if getattr(options, name) < 1:
+            parser.error(
+                f"--{name} {getattr(options, name)}; need 1 or more; leave it out for the default"
+            )
     theirs = train(options, ours=False) if options.compare else []
     losses = train(options, ours=True)
     print(f"loss {losses[0]:.4f} at the first step, {losses[-1]:.4f} at the last")
