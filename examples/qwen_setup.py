@@ -75,14 +75,24 @@ def estimate(model: Any, tokens: int, logits: bool) -> str:
 
 
 def tiny_model(hybrid: bool = True) -> Any:
-    """Returns a random Qwen3.5 with a layer of each kind, or a random Qwen3."""
+    """Returns a random Qwen3.5 with a layer of each kind, or a random Qwen3.
+
+    Weights are larger than by default, so that distant tokens matter as in a trained model.
+    """
     import transformers
 
     torch.manual_seed(0)
     if hybrid:
         config = transformers.Qwen3_5TextConfig(**TINY, **HYBRID)
-        return transformers.Qwen3_5ForCausalLM(config)
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**TINY))
+        model = transformers.Qwen3_5ForCausalLM(config)
+    else:
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**TINY))
+    for name, parameter in model.named_parameters():
+        if "A_log" in name:
+            torch.nn.init.uniform_(parameter, -3.0, 0.0)  # states that last for some tokens
+        elif parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.5 * parameter.shape[-1] ** -0.5)
+    return model
 
 
 def tiny_tokenizer() -> Any:

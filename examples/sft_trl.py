@@ -21,7 +21,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from qwen_setup import WORDS, adapters, estimate, need_libraries, tiny_model, tiny_tokenizer

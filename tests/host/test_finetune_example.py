@@ -126,5 +126,7 @@ def test_bad_options_say_what_to_pass(monkeypatch, capsys):
             finetune_qwen3_5.main(call)
         assert text in capsys.readouterr().err
     monkeypatch.setattr(qwen_setup.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="peft: not installed; .*pip install peft, or pass --full"):
+    with pytest.raises(
+        SystemExit, match=r"peft: not installed; .*pip install peft, or pass --full"
+    ):
         finetune_qwen3_5.main(["--tiny"])
