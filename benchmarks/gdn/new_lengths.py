@@ -4,33 +4,33 @@
 
 Packs of six sequences, each seen once, after as many others. A call is timed until it returns, in
 bursts that the GPU's queue holds, and packs one after the other by the clock. Host times are in
-multiples of an addition of eight numbers. `--save` adds a line to benchmarks/results.
+multiples of an addition of eight numbers. `--save` adds a record to benchmarks/results.
 """
 
 import argparse
 import gc
-import json
 import random
+import secrets
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from qla_kernels import __version__, chunk_gated_delta_rule
+from benchmarks.harness import records
+from benchmarks.harness.records import Result, Row, Run
+from qla_kernels import chunk_gated_delta_rule
 from qla_kernels.gdn import api, known
 
 SEQUENCES, WARM, BURST = 6, 10, 8
 WAYS = {
-    "same": "one pack again and again, its lengths known to the host",
-    "device": "new lengths, known to the device alone",
-    "known": "new lengths, known to the host",
-    "by lengths": "the same, told apart by their lengths and not by their plans",
+    "ours": "new lengths, known to the host",
+    "ours_device": "new lengths, known to the device alone",
+    "ours_same": "one pack again and again",
+    "ours_by_lengths": "told apart by lengths, not by plans",
 }
-COLUMNS = "total", "call", "way", "p50", "p95", "most", "ms after ten", "wall us"
-RESULTS = Path(__file__).parents[1] / "results" / "new_lengths.jsonl"
+COLUMNS = "way", "host p50", "p95", "most", "ms after ten", "wall us"
 
 
 class Pack(NamedTuple):
@@ -59,7 +59,7 @@ def packs(count: int, seed: int, tokens: int, vary: bool, heads: Sequence[int]) 
 
 
 def run(pack: Pack, way: str, both: bool) -> None:
-    on_host, (q, k, v, g, beta) = None if way == "device" else pack.on_host, pack.x
+    on_host, (q, k, v, g, beta) = None if way == "ours_device" else pack.on_host, pack.x
     with torch.set_grad_enabled(both):
         o, _ = chunk_gated_delta_rule(
             q, k, v, g, beta, cu_seqlens=pack.bounds, cu_seqlens_cpu=on_host
@@ -100,12 +100,12 @@ def addition() -> float:
     return statistics.median(times)
 
 
-def row(vary: bool, both: bool, way: str, options: Any, unit: float) -> tuple[Any, ...]:
+def measured(vary: bool, both: bool, way: str, options: Any, unit: float) -> Result:
     api.CALLS.forget()
     known.forget()
     heads = tuple(map(int, options.heads.split("/")))
     sets = [packs(options.packs, seed, options.tokens, vary, heads) for seed in range(3)]
-    if way == "same":
+    if way == "ours_same":
         sets = [[sets[0][0]] * options.packs] * 3
 
     def call(pack: Pack) -> None:
@@ -115,8 +115,13 @@ def row(vary: bool, both: bool, way: str, options: Any, unit: float) -> tuple[An
     first, then = host_times(call, sets[0]), sorted(host_times(call, sets[1]))
     wall, last = wall_time(call, sets[2]), options.packs - 1
     p50, p95, most = (round(then[int(share * last)] / unit, 1) for share in (0.5, 0.95, 1))
-    names = "varies" if vary else "same", "both" if both else "fwd", way
-    return *names, p50, p95, most, round(max(first[WARM:]) * 1e3, 2), round(wall * 1e6)
+    hiccup = round(max(first[WARM:]) * 1e3, 2)
+    print(
+        ("{:>16}" * len(COLUMNS)).format(way, p50, p95, most, hiccup, round(wall * 1e6)), flush=True
+    )
+    detail = f"host: p95 {p95}, most {most} additions; the slowest after ten calls {hiccup} ms"
+    of_wall = {"eager_ms": wall * 1e3, "eager_samples": options.packs}
+    return Result(way, "ok", detail, **of_wall, host_additions=p50)
 
 
 def main() -> None:
@@ -127,23 +132,36 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     exchange, unit, rows = known.representative, addition(), []
-    gpu = torch.cuda.get_device_name()
-    print(f"{gpu}, {options.heads} heads, {options.tokens} tokens, addition {unit * 1e6:.1f} us")
-    print(("{:>14}" * len(COLUMNS)).format(*COLUMNS))
+    date, (commit, dirty) = records.now(), records.git_state()
+    name = records.device_name("cuda")
+    print(f"{name}, {options.heads} heads, {options.tokens} tokens, addition {unit * 1e6:.1f} us")
     for vary in (False, True):
-        for both in (False, True):
+        for kind in ("fwd", "both"):
+            total = f"{options.tokens // 2}..{options.tokens}" if vary else str(options.tokens)
+            layout = f"{total} in {SEQUENCES}"
+            print(f"{kind}, {layout} sequences\n" + ("{:>16}" * len(COLUMNS)).format(*COLUMNS))
+            results = []
             for way in WAYS:
-                known.representative = exchange if way != "by lengths" else lambda *of: of[4]
-                rows.append(row(vary, both, way, options, unit))
-                print(("{:>14}" * len(COLUMNS)).format(*rows[-1]), flush=True)
+                by_lengths = way == "ours_by_lengths"
+                known.representative = (lambda *of: of[4]) if by_lengths else exchange
+                results.append(measured(vary, kind == "both", way, options, unit))
+            label = (
+                f"new_lengths-{kind}-{options.heads.replace('/', 'x')}-{layout.replace(' ', '-')}"
+            )
+            what = "lengths new in every call, eager"
+            of = label, "new_lengths", kind, options.heads, layout, options.tokens, what
+            rows.append(Row(*of, results=tuple(results)))
     known.representative = exchange
     if options.save:
-        versions = {"torch": torch.__version__, "qla_kernels": __version__}
-        shape = {"heads": options.heads, "tokens": options.tokens, "packs": options.packs}
-        about = {"gpu": gpu, "date": time.strftime("%Y-%m-%d"), **shape, "versions": versions}
-        record = {**about, "addition_us": round(unit * 1e6, 2), "columns": COLUMNS, "rows": rows}
-        with RESULTS.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        environment = records.device_environment("cuda")
+        record = Run(
+            f"new_lengths-{date:%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}", "new_lengths",
+            date.isoformat(timespec="seconds"), name, "cuda", environment, {},
+            records.package_versions(("torch", "qla-kernels")), dict(WAYS), {}, {}, commit, dirty,
+            records.command_line("python -m benchmarks.gdn.new_lengths"), rows=tuple(rows),
+            notes=f"an addition takes {unit * 1e6:.2f} us",
+        )  # fmt: skip
+        print(records.append(record))
 
 
 if __name__ == "__main__":
