@@ -14,22 +14,22 @@ set -euo pipefail
 here=$(CDPATH= cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 model=${MODEL:-Qwen/Qwen3-4B}
 gpus=${GPUS:-8}
-data=${DATA:-out/sums}
 python=${PYTHON:-python}
 prompt=2048   # tokens at most
 response=1024
 responses=16  # to a prompt
 
-count=8192 run=()
+count=8192 data=${DATA:-out/sums} run=()
 if [ "${1-}" = --tiny ]; then
   shift
-  count=64 run=(--cfg job)
+  count=64 data=${DATA:-out/sums-tiny} run=(--cfg job)
 fi
 "$python" -c "import verl" 2>/dev/null || {
   echo "veRL is not installed; need verl 0.9.1; pip install verl==0.9.1" >&2
   exit 1
 }
 "$python" "$here/sums.py" "$data" --count "$count"
+data=$(cd "$data" && pwd)
 
 # of a group: the prompt once, and its responses
 group=$((prompt + responses * response))

@@ -14,12 +14,12 @@ TARGETS = [  # the projections of Qwen3 and Qwen3.5; embeddings, norms and convo
     "out_proj", "gate_proj", "up_proj", "down_proj",
 ]  # fmt: skip
 WORDS = ["<pad>", "<eos>", "+", "=", *map(str, range(20))]  # of the tiny models
-TINY = {
+TINY: dict[str, Any] = {
     "vocab_size": len(WORDS), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1,
 }  # fmt: skip
-HYBRID = {
+HYBRID: dict[str, Any] = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
     "linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
@@ -82,6 +82,7 @@ def tiny_model(hybrid: bool = True) -> Any:
     import transformers
 
     torch.manual_seed(0)
+    model: Any
     if hybrid:
         config = transformers.Qwen3_5TextConfig(**TINY, **HYBRID)
         model = transformers.Qwen3_5ForCausalLM(config)

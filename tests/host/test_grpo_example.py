@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from qla_kernels.integrations import transformers as swapping
 from tests.ranks import ROOT
@@ -56,6 +57,22 @@ def test_bad_options_say_what_to_pass(capsys, monkeypatch):
     monkeypatch.setattr(qwen_setup.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="not installed; need trl, peft; pip install trl peft"):
         grpo_trl.main(["--tiny"])
+
+
+def test_the_numbers_of_the_docstring():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3Config(
+        vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.Qwen3ForCausalLM(config).float()
+    tokens = 1250 + 16 * 1025
+    assert "memory: 75.5 GB" in qwen_setup.estimate(model, tokens, logits=False)
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(model.bfloat16(), qwen_setup.adapters(16))
+    assert "memory: 15.5 GB" in qwen_setup.estimate(model, tokens, logits=False)
+    assert all(number in grpo_trl.__doc__ for number in ("75.5 GB", "15.5 GB"))
 
 
 def test_rewards():
