@@ -135,10 +135,15 @@ def test_verl_takes_the_options_of_the_script(tmp_path):
     from verl.trainer.ppo.reward import get_custom_reward_fn
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
+    from verl.utils.dataset.rl_dataset import RLHFDataset
 
     validate_config(config, need_reference_policy(config), need_critic(config))
     assert need_reference_policy(config)
     assert not need_critic(config)
+    data = omegaconf.OmegaConf.merge(config.data, {"cache_dir": str(tmp_path)})
+    rows = RLHFDataset(config.data.train_files, qwen_setup.tiny_tokenizer(), data)
+    assert len(rows) == 64
+    assert rows[0]["raw_prompt"][0]["content"].endswith("=")
     compute = get_custom_reward_fn(config)
     assert compute("sums", "so 12", "12", extra_info={}) == 1
 
