@@ -130,7 +130,9 @@ class Memory:
         addresses: list[int] = []
         if kind == "launch":
             (_, likes), _, values = numbers
-            addresses = [p for p, x in zip(values, filter(_is_tensor, likes), strict=False) if _full(x)]
+            addresses = [
+                p for p, x in zip(values, filter(_is_tensor, likes), strict=False) if _full(x)
+            ]
         elif kind == "torch":
             addresses = [p for p, x in self._launched[numbers[0]][1] if _full(x)]
         elif kind == "fill":

@@ -15,6 +15,8 @@ import sft_trl
 trl = pytest.importorskip("trl")
 pytest.importorskip("peft")
 
+pytestmark = pytest.mark.libraries
+
 
 @pytest.fixture(autouse=True)
 def _restored():
