@@ -13,6 +13,7 @@ Every word of FILTER has to match; an id may be its last letters. --full prints 
 import argparse
 import json
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -151,13 +152,17 @@ def claimed(runs: Sequence[Run]) -> Iterator[tuple[Claim, tables.Pair, float, fl
 
 def results(runs: Sequence[Run]) -> str:
     """The table of the front page, and where its times are from."""
-    body, pairs = [], []
+    rows, dates = [], defaultdict(list)
     for claim, pair, ours, theirs in claimed(runs):
         times = tables.number(ours), pair.rival, tables.number(theirs), tables.marked(theirs / ours)
-        body.append([claim.operation, claim.shape, *times, tables.gpu(pair.run)])
-        pairs.append(pair)
-    header = ["operation", "model, shape", "ours, ms", "rival", "its ms", "ratio", "GPU"]
-    return f"{tables.markdown(header, body, left=2)}\n\n{tables.sources(pairs)}"
+        rows.append([claim.operation, claim.shape, *times])
+        dates[tables.gpu(pair.run)].append(pair.run.date[:10])
+    header = ["operation", "model, shape", "ours, ms", "rival", "its ms", "ratio"]
+    lines = [header, ["---"] * 2 + ["---:"] * 4, *rows]
+    measured = [f"{name}, {min(days)} to {max(days)}" for name, days in dates.items()]
+    return "\n".join(
+        [*(f"| {' | '.join(line)} |" for line in lines), "", f"{'; '.join(measured)}."]
+    )
 
 
 def summary(runs: Sequence[Run]) -> str:
