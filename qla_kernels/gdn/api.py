@@ -1,6 +1,6 @@
-"""The public function: checks a call, refuses it or hands it to the operators; computes nothing.
+"""The public function `chunk_gated_delta_rule`: checks a call and hands it to the operators.
 
-Argument names, order and defaults equal FLA 0.6.0's, so that either can replace the other.
+Argument names, order and defaults equal those of FLA 0.6.0, so that either can replace the other.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ CHUNK_SIZES = (16, 32, 64)  # FLA's; results do not depend on it, and 64 is alwa
 
 
 class Accepted(NamedTuple):
-    """What checking a call that wants gradients found; kept for calls that look like it."""
+    """Results of checking a call that wants gradients; saved for calls that look the same."""
 
     scale: float
     options: Options
@@ -100,8 +100,8 @@ def chunk_gated_delta_rule(
         cu_seqlens_cpu: the values of cu_seqlens in a CPU tensor; optional. With them the host knows
             each sequence's length when it decides where to cut.
         chunk_indices: accepted for compatibility with FLA, and unused.
-        cp_context: a context of FLA's build_cp_context or of `qla_kernels.gdn.build_cp_context`,
-            for sequences that are cut over ranks: the tensors then hold this rank's tokens, in the
+        cp_context: for sequences that are split over ranks: a context from FLA's build_cp_context
+            or `qla_kernels.gdn.build_cp_context`. The tensors then hold this rank's tokens, in the
             contiguous or the zigzag layout. B must be 1; the context's cu_seqlens are used; initial
             and final states are not allowed. Every rank of the group must make the same call and
             the same backward. Gradients of A_log and dt_bias are sums over this rank's tokens.
@@ -109,24 +109,23 @@ def chunk_gated_delta_rule(
             -exp(A_log) softplus(g + dt_bias), with A_log and dt_bias (0 if None) of shape [HV].
         chunk_size: keyword only. 16, 32 and 64 are accepted, and all of them compute with 64.
         exact, warm_log_bound: keyword only. On a GPU, long sequences with few heads are cut into
-            segments that run at the same time. Where decay allows it, the state that enters a
-            segment is computed from only the last tokens before it. The contribution of the state
-            before those tokens is then left out; it is less than e^warm_log_bound times that state,
-            and the default is -12 (6e-6). exact=True means -104 and takes longer: the factor is
-            then 0 in fp32, and for states up to 1e7 the part left out is below the normal numbers
-            of fp32. -inf leaves out nothing. The bound does not change which values are rounded.
-            At K = 256 a backward is not cut, and leaves out nothing. QLA_EXACT=1 in the environment
-            makes exact=True the default.
-        batch_invariant: keyword only. On a GPU, a token's results and gradients then have the same
-            bits whatever else is in the batch, and o those of a `GdnPool`. Sequences are never cut
-            into segments, so that a small batch of long sequences takes longer. Gradients of A_log
-            and dt_bias are sums over the batch. Not with cp_context. QLA_BATCH_INVARIANT=1 makes it
-            the default.
+            segments that run in parallel. Where decay allows it, the state that enters a segment is
+            computed from only the last tokens before it. This omits the contribution of the state
+            before those tokens, which is less than e^warm_log_bound times that state; the default
+            is -12 (6e-6). exact=True means -104 and takes longer: the factor is then 0 in fp32, and
+            for states up to 1e7 the omitted part is below the normal numbers of fp32. -inf omits
+            nothing. The bound does not change which values are rounded. At K = 256 the backward is
+            not cut and omits nothing. QLA_EXACT=1 makes exact=True the default.
+        batch_invariant: keyword only. On a GPU, the results and gradients of a token then have the
+            same bits whatever else is in the batch, and o has the bits of a `GdnPool`. Sequences
+            are never cut into segments, so a small batch of long sequences takes longer. Gradients
+            of A_log and dt_bias are sums over the batch. Not with cp_context.
+            QLA_BATCH_INVARIANT=1 makes it the default.
         enable_fwd_cp_cache: keyword only. Saves the segments and their start states for the
-            backward, which then does not compute them again. It costs 4 K (K + V) bytes per segment
-            and value head, 128 KB for K = V = 128, and there are enough of these to fill a GPU once
-            or a few times. None, the default, saves them where a backward is predicted to be faster
-            with them and they are at most a quarter of what the call saves anyway. Ignored with
+            backward, which otherwise computes them again. This takes 4 K (K + V) bytes per segment
+            and value head (128 KB for K = V = 128). There are enough segments to fill a GPU once or
+            a few times. None, the default, saves them if that is predicted to make the backward
+            faster, and if they are at most a quarter of what the call saves anyway. Ignored with
             cp_context, at K = 256, and in a compiled graph, which cannot know the number of
             segments.
 
@@ -144,19 +143,19 @@ def chunk_gated_delta_rule(
         cu_seqlens_cpu = known.representative(
             CALLS.native, q, v, cu_seqlens, cu_seqlens_cpu, kwargs
         )
-    given = (
+    arguments = (
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
         use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens, cu_seqlens_cpu,
         chunk_indices, cp_context, *kwargs, *kwargs.values(),
     )  # fmt: skip
-    found = None if torch.compiler.is_compiling() else CALLS.find(*given)
-    if type(found) is tuple:
-        return found
-    if type(found) is Accepted:
-        gated = (kwargs["A_log"], kwargs.get("dt_bias")) if found.gated else (None, None)
+    lookup = None if torch.compiler.is_compiling() else CALLS.find(*arguments)
+    if type(lookup) is tuple:
+        return lookup
+    if type(lookup) is Accepted:
+        gated = (kwargs["A_log"], kwargs.get("dt_bias")) if lookup.gated else (None, None)
         return _run(
-            Call(q, k, v, g, beta, found.scale, initial_state, cu_seqlens, cu_seqlens_cpu, *gated),
-            found.options,
+            Call(q, k, v, g, beta, lookup.scale, initial_state, cu_seqlens, cu_seqlens_cpu, *gated),
+            lookup.options,
         )
     try:
         bound = warm_bound(OP, kwargs.pop("exact", None), kwargs.pop("warm_log_bound", None))
@@ -193,11 +192,11 @@ def chunk_gated_delta_rule(
         return sharded(q, k, v, g, beta, scale, initial_state, cp_context, gate, options), None
     tensors = q, k, v, g, beta, scale, initial_state, cu_seqlens, cu_seqlens_cpu
     call = _checked(*tensors, gate, options)
-    if found is RECORD and not recorded:
-        return CALLS.record(given, lambda: _run(call, options), _run_again)
-    if found is RECORD and not any(isinstance(x, Tensor) for x in (scale, *options)):
+    if lookup is RECORD and not recorded:
+        return CALLS.record(arguments, lambda: _run(call, options), _run_again)
+    if lookup is RECORD and not any(isinstance(x, Tensor) for x in (scale, *options)):
         accepted = Accepted(call.scale, options, gate.use_gate_in_kernel)
-        CALLS.keep(given, accepted, lambda given: _check_again(given, gate, options))
+        CALLS.keep(arguments, accepted, lambda arguments: _check_again(arguments, gate, options))
     return _run(call, options)
 
 
@@ -228,20 +227,20 @@ def _checked(
     return call
 
 
-def _of_given(given: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Returns arguments and keywords of a call, from what was looked for among programs."""
-    plain, keywords = given[:POSITIONAL], given[POSITIONAL:]
+def _of_given(arguments: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Returns the positional and the keyword arguments of a call, from a lookup key."""
+    plain, keywords = arguments[:POSITIONAL], arguments[POSITIONAL:]
     half = len(keywords) // 2
     return plain, dict(zip(keywords[:half], keywords[half:], strict=True))
 
 
-def _run_again(given: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
-    plain, keywords = _of_given(given)
+def _run_again(arguments: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
+    plain, keywords = _of_given(arguments)
     return chunk_gated_delta_rule(*plain, **keywords)
 
 
-def _check_again(given: Sequence[Any], gate: Gate, options: Options) -> None:
-    plain, keywords = _of_given(given)
+def _check_again(arguments: Sequence[Any], gate: Gate, options: Options) -> None:
+    plain, keywords = _of_given(arguments)
     gate = Gate(gate.use_gate_in_kernel, keywords.get("A_log"), keywords.get("dt_bias"))
     q, k, v, g, beta, scale, initial_state, *_ = plain
     _checked(q, k, v, g, beta, scale, initial_state, plain[12], plain[13], gate, options)
@@ -253,8 +252,8 @@ def _run(call: Call, options: Options) -> tuple[Tensor, Tensor | None]:
         call = normalised(call, options.is_train)
     if options.is_train:
         return apply(call, options)
-    done = ops.gdn_fwd(call, options)  # without autograd's wrappers, which cost the host as much
-    return done.o, done.final_state
+    results = ops.gdn_fwd(call, options)  # autograd's wrappers cost as much host time again
+    return results.o, results.final_state
 
 
 chunk_gdn = chunk_gated_delta_rule

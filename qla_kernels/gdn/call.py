@@ -1,6 +1,6 @@
-"""A call as its layers hand it on: a Call holds tensors, and Options holds flags and numbers.
+"""Records of a call's arguments: Call holds tensors, Options holds flags and numbers.
 
-Each argument of an operator stands here once. The operators' schemas are made from these fields.
+The operators' schemas are made from these fields.
 """
 
 from typing import NamedTuple
@@ -48,7 +48,7 @@ class Options(NamedTuple):
     output_h: bool = False
     is_train: bool = False
     auto_cp: bool = True
-    enable_fwd_cp_cache: bool | None = False  # None: where keeping.py says so
+    enable_fwd_cp_cache: bool | None = False  # None: keeping.py decides
     warm_log_bound: float = WARM_LOG_BOUND
 
     @property

@@ -1,4 +1,4 @@
-"""Says which sequences a call cuts into segments, without a launch and without a GPU."""
+"""`segments_of`: predicts, without a GPU, which sequences a call cuts into segments."""
 
 import operator
 from collections import Counter
@@ -23,13 +23,13 @@ from qla_kernels.tile.constants import CHUNK
 CUTS_OP = "segments_of"
 DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 HOPPER_SMS = 132  # of an H100 SXM, and of an H200
-SAID = 3  # kinds of cut sequences that a sentence lists
+LISTED_KINDS = 3  # kinds of cut sequences that a sentence lists
 
 
 class Cuts(NamedTuple):
-    """Into how many segments a call cuts each of its sequences; what `segments_of` returns.
+    """The number of segments of each sequence of a call, as `segments_of` returns it.
 
-    `str` makes a sentence of it.
+    str(cuts) is a sentence.
     """
 
     lengths: tuple[int, ...]  # of the sequences, in tokens
@@ -47,15 +47,15 @@ class Cuts(NamedTuple):
         kinds = Counter((length, n) for length, n in pairs if n > 1)
         if not kinds:
             return f"The {which} cuts no sequence."
-        said = [
+        kinds_text = [
             f"{count} sequence{'s' * (count > 1)} of {length} tokens into {n} segments"
-            for (length, n), count in kinds.most_common(SAID)
+            for (length, n), count in kinds.most_common(LISTED_KINDS)
         ]
-        if others := kinds.total() - sum(count for _, count in kinds.most_common(SAID)):
-            said.append(f"{others} more")
-        whole = self.segments.count(1)
-        rest = f", and leaves {whole} whole" if whole else ""
-        return f"The {which} cuts {', '.join(said)}{rest}."
+        if others := kinds.total() - sum(count for _, count in kinds.most_common(LISTED_KINDS)):
+            kinds_text.append(f"{others} more")
+        uncut = self.segments.count(1)
+        rest = f", and leaves {uncut} whole" if uncut else ""
+        return f"The {which} cuts {', '.join(kinds_text)}{rest}."
 
 
 def segments_of(
@@ -71,28 +71,28 @@ def segments_of(
     warm_log_bound: float | None = None,
     sm_count: int | None = None,
 ) -> Cuts:
-    """Returns into how many segments `chunk_gated_delta_rule` cuts each sequence on a GPU.
+    """Returns the number of segments into which `chunk_gated_delta_rule` cuts each sequence.
 
         >>> print(segments_of([8192]))
         The forward cuts 1 sequence of 8192 tokens into 4 segments.
 
-    Nothing is launched, and no GPU is needed: this asks the plan that a call runs. Of a call with
-    `cp_context`, or of a tree of shared prompts, it says nothing.
+    Uses the planner of the call; launches nothing and needs no GPU. Not for calls with `cp_context`
+    or trees of shared prompts.
 
     Args:
         lengths: tokens of each sequence.
         heads: key heads and value heads.
         head_dim: K.
         value_dim: V; K if None.
-        direction: "fwd", with gradients or without, or "bwd": the backward of a call with the
-            default `enable_fwd_cp_cache`, not compiled. It may take the forward's segments.
-        packed: the sequences are packed in one row, with `cu_seqlens`, and are not the rows of a
-            batch [B, T]. None: they are if their lengths differ.
-        cu_seqlens_cpu: a packed call is given `cu_seqlens_cpu`. Without it the device finds the
-            lengths, and cuts by another plan.
-        exact, warm_log_bound: as the call's.
-        sm_count: SMs of the GPU. None: those of the current GPU; without one, 132, as an H100 SXM
-            and an H200 have.
+        direction: "fwd", with or without gradients; or "bwd", the backward of a call that is not
+            compiled and has the default `enable_fwd_cp_cache`. It may reuse the forward's segments.
+        packed: True for sequences packed in one row with `cu_seqlens`, False for the rows of a
+            batch [B, T]. None: packed if their lengths differ.
+        cu_seqlens_cpu: whether a packed call passes `cu_seqlens_cpu`. Without it the device reads
+            the lengths and cuts by another plan.
+        exact, warm_log_bound: as in `chunk_gated_delta_rule`.
+        sm_count: number of SMs. None: those of the current GPU; without a GPU, 132, as on H100 SXM
+            and H200.
 
     Raises:
         ValueError: an argument is malformed.
@@ -112,38 +112,38 @@ def segments_of(
     if is_invariant(CUTS_OP, None) or not sum(lengths):
         return _cut(lengths, None, direction)
     batch = _batch(lengths, in_a_row, on_host)
-    made = choices.forward(batch, shape, bound)
-    forward = _forward_chunks(made, lengths)
+    forward_plan = choices.forward(batch, shape, bound)
+    forward = _forward_chunks(forward_plan, lengths)
     if direction == "fwd":
         return _cut(lengths, forward, direction)
-    kept = None
+    saved = None
     if forward is not None and shape[1] != WIDE:
-        kept = _kept(batch, heads[0], shape, bound, made)
-    return _cut(lengths, _backward_chunks(batch, shape, bound, kept, forward, lengths), direction)
+        saved = _saved_segments(batch, heads[0], shape, bound, forward_plan)
+    return _cut(lengths, _backward_chunks(batch, shape, bound, saved, forward, lengths), direction)
 
 
 def _lengths(lengths: Any) -> tuple[int, ...]:
     try:
-        found = tuple(map(operator.index, lengths))
+        counts = tuple(map(operator.index, lengths))
     except TypeError:
-        found = (-1,)
-    if any(n < 0 for n in found):
+        counts = (-1,)
+    if any(n < 0 for n in counts):
         needs = "a sequence of whole numbers of tokens, such as [8192]"
         raise ValueError(need(CUTS_OP, f"lengths is {lengths!r}", needs, "pass such a list"))
-    return found
+    return counts
 
 
 def _shape(heads: Any, head_dim: int, value_dim: int | None, sm_count: int | None) -> Shape:
     V = head_dim if value_dim is None else value_dim
-    whole = isinstance(heads, tuple) and len(heads) == 2 and all(type(n) is int for n in heads)
-    if not whole or min(heads) < 1 or heads[1] % heads[0]:
+    is_pair = isinstance(heads, tuple) and len(heads) == 2 and all(type(n) is int for n in heads)
+    if not is_pair or min(heads) < 1 or heads[1] % heads[0]:
         needs = "key heads and value heads, a multiple of them, such as (16, 32)"
         raise ValueError(need(CUTS_OP, f"heads is {heads!r}", needs, "pass such a pair"))
     if head_dim not in KEY_SIZES or V not in VALUE_SIZES:
         raise Unsupported(need(CUTS_OP, f"K = {head_dim}, V = {V}", HEAD_SIZES, "pad to them"))
     if sm_count is None:
-        here = torch.cuda.is_available()
-        sm_count = device.sm_count(torch.device("cuda")) if here else HOPPER_SMS
+        has_gpu = torch.cuda.is_available()
+        sm_count = device.sm_count(torch.device("cuda")) if has_gpu else HOPPER_SMS
     if type(sm_count) is not int or sm_count < 1:
         fix = f"leave it out for the current GPU's, or {HOPPER_SMS}"
         raise ValueError(need(CUTS_OP, f"sm_count is {sm_count!r}", "a number of SMs", fix))
@@ -151,54 +151,61 @@ def _shape(heads: Any, head_dim: int, value_dim: int | None, sm_count: int | Non
 
 
 def _batch(lengths: tuple[int, ...], packed: bool, on_host: bool) -> BatchLengths:
-    size, told = (len(lengths), sum(lengths)), packed and on_host
-    chunks = plan.sequence_chunks(*size, lengths if told else None)
+    size, lengths_known = (len(lengths), sum(lengths)), packed and on_host
+    chunks = plan.sequence_chunks(*size, lengths if lengths_known else None)
     in_order = tuple(plan.rounded(-(-n // CHUNK)) for n in lengths)
-    return BatchLengths(chunks, size, told or not packed, (lambda: in_order) if told else None)
+    return BatchLengths(
+        chunks, size, lengths_known or not packed, (lambda: in_order) if lengths_known else None
+    )
 
 
 def _chunks(lengths: tuple[int, ...]) -> Lengths:
-    """Returns the numbers of chunks as the device counts them."""
+    """Returns pairs (chunks of a sequence, number of such sequences), ascending."""
     return tuple(sorted(Counter(-(-n // CHUNK) for n in lengths).items()))
 
 
-def _forward_chunks(made: Plan | Bands, lengths: tuple[int, ...]) -> int | None:
-    """Returns the most chunks of a segment."""
-    return bands.cut(made, _chunks(lengths)) if isinstance(made, Bands) else made.segment_chunks
+def _forward_chunks(forward_plan: Plan | Bands, lengths: tuple[int, ...]) -> int | None:
+    """Returns the most chunks of a segment, or None if nothing is cut."""
+    return (
+        bands.cut(forward_plan, _chunks(lengths))
+        if isinstance(forward_plan, Bands)
+        else forward_plan.segment_chunks
+    )
 
 
-def _kept(
-    batch: BatchLengths, num_heads: int, shape: Shape, bound: float, made: Plan | Bands
+def _saved_segments(
+    batch: BatchLengths, num_heads: int, shape: Shape, bound: float, forward_plan: Plan | Bands
 ) -> int | None:
-    """Returns the room of the segments that a training forward keeps, or None if it keeps none."""
-    several = isinstance(made, Bands) and bool(made.whole)
-    if several or not choices.keeps(batch, num_heads, shape, bound, made):
+    """Returns the capacity for segments that a training forward saves, or None if it saves none."""
+    several = isinstance(forward_plan, Bands) and bool(forward_plan.whole)
+    if several or not choices.keeps(batch, num_heads, shape, bound, forward_plan):
         return None
     num_sequences, num_tokens = batch.size
-    if isinstance(made, Bands):
-        return max(num_sequences, *(band.segments for band in made.bands))
-    assert made.segment_chunks is not None, "only a forward that cuts is asked"
-    return plan.capacity(num_tokens, num_sequences, made.segment_chunks)
+    if isinstance(forward_plan, Bands):
+        return max(num_sequences, *(band.segments for band in forward_plan.bands))
+    assert forward_plan.segment_chunks is not None, "only a forward that cuts is asked"
+    return plan.capacity(num_tokens, num_sequences, forward_plan.segment_chunks)
 
 
 def _backward_chunks(
     batch: BatchLengths,
     shape: Shape,
     bound: float,
-    kept: int | None,
+    saved: int | None,
     forward: int | None,
     lengths: tuple[int, ...],
 ) -> int | None:
-    """Returns the most chunks of a segment; `forward` is that of the forward."""
+    """Returns the most chunks of a segment of the backward; `forward` is that of the forward."""
     if shape[1] == WIDE:
         return None
-    found = choices.backward(batch, shape, plan.gradient_bound(bound), True, kept)
-    if not isinstance(found, GradientBands):
-        return forward if kept is not None and found.segment_chunks else found.segment_chunks
-    if not found.bands:
+    backward = choices.backward(batch, shape, plan.gradient_bound(bound), True, saved)
+    if not isinstance(backward, GradientBands):
+        chunks_of_plan = backward.segment_chunks
+        return forward if saved is not None and chunks_of_plan else chunks_of_plan
+    if not backward.bands:
         return None
     chunks = _chunks(lengths)
-    most_segments = bands.row_of(found.rows, chunks)[-1]
+    most_segments = bands.row_of(backward.rows, chunks)[-1]
     return bands.segment_chunks(chunks, most_segments) if most_segments else None
 
 

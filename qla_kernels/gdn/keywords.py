@@ -1,4 +1,4 @@
-"""Checks of arguments that are not tensors: options, the scale, and **kwargs of FLA."""
+"""Checks of arguments that are not tensors: options, the scale, and FLA's **kwargs."""
 
 import math
 import warnings
@@ -18,8 +18,8 @@ _WHOLE_BOUND, _WHOLE_EXACT_BOUND = int(WARM_LOG_BOUND), int(EXACT_LOG_BOUND)
 _WHOLE = _WHOLE_BOUND == WARM_LOG_BOUND and _WHOLE_EXACT_BOUND == EXACT_LOG_BOUND
 assert _WHOLE, "say how else Dynamo is to take them for constants"
 
-# For calls that do not say: models and engines call us without these keywords. Read once, so that a
-# process has one arithmetic.
+# Defaults of these keywords, which models and engines do not pass. Read once, so that a process has
+# one arithmetic.
 EXACT_BY_DEFAULT = switched_on("QLA_EXACT")
 INVARIANT_BY_DEFAULT = switched_on("QLA_BATCH_INVARIANT")
 
@@ -27,9 +27,9 @@ _BOOLS = frozenset([bool])
 
 
 def take_layout(op: str, kwargs: dict[str, Any], state_v_first: bool) -> bool:
-    """Returns state_v_first, or transpose_state_layout, its old name, removed from kwargs.
+    """Returns state_v_first, or the value of its old name, which it removes from kwargs.
 
-    Warns about the old name; raises ValueError if both are given.
+    Warns about the old name, transpose_state_layout. Raises ValueError if both are passed.
     """
     if "transpose_state_layout" not in kwargs:
         return state_v_first
@@ -46,7 +46,7 @@ def take_layout(op: str, kwargs: dict[str, Any], state_v_first: bool) -> bool:
     return layout
 
 
-# Keywords of the copies of FLA in vLLM and SGLang: what a call of ours has in their place
+# Keywords of the copies of FLA in vLLM and SGLang, and what to pass instead
 OF_ENGINES = {
     "ssm_state_indices": "pass state_indices to fused_recurrent_gated_delta_rule",
     "initial_state_indices": "pass state_indices to fused_recurrent_gated_delta_rule",
@@ -66,11 +66,11 @@ def refuse_unknown(op: str, kwargs: dict[str, Any]) -> None:
 
 
 def warm_bound(op: str, exact: Any, warm_log_bound: Any) -> float:
-    """Returns the natural log of the part of an earlier state that segments may leave out.
+    """Returns the natural log of the part of an earlier state that segments may omit.
 
-    It is WARM_LOG_BOUND by default, EXACT_LOG_BOUND with `exact`, else warm_log_bound; -inf leaves
-    out nothing. None stands for what was not given. Raises ValueError if both are given, or if the
-    bound is not below 0.
+    WARM_LOG_BOUND by default, EXACT_LOG_BOUND with `exact`, else warm_log_bound; -inf omits
+    nothing. None means that an argument was not passed. Raises ValueError if both are passed, or if
+    the bound is not below 0.
     """
     if exact is None:
         exact = EXACT_BY_DEFAULT and warm_log_bound is None
@@ -80,7 +80,7 @@ def warm_bound(op: str, exact: Any, warm_log_bound: Any) -> float:
     if exact:
         fix = "pass one of them"
         raise ValueError(
-            need(op, "exact and warm_log_bound", "exact=True to leave out nothing", fix)
+            need(op, "exact and warm_log_bound", "one of them; exact=True omits nothing", fix)
         )
     bound = number(op, "warm_log_bound", warm_log_bound)
     if not bound < 0:
@@ -91,34 +91,35 @@ def warm_bound(op: str, exact: Any, warm_log_bound: Any) -> float:
 
 
 def keeping(op: str, enable_fwd_cp_cache: Any) -> bool | None:
-    """Returns enable_fwd_cp_cache as a flag, or None, which leaves the choice to keeping.py."""
+    """Returns enable_fwd_cp_cache as a bool, or None: keeping.py then decides."""
     if enable_fwd_cp_cache is None:
         return None
     return flag(op, "enable_fwd_cp_cache", enable_fwd_cp_cache)
 
 
 def is_invariant(op: str, batch_invariant: Any) -> bool:
-    """Returns batch_invariant as a bool; None stands for what was not given."""
-    given = batch_invariant is not None
-    return flag(op, "batch_invariant", batch_invariant) if given else INVARIANT_BY_DEFAULT
+    """Returns batch_invariant as a bool; None means the default of QLA_BATCH_INVARIANT."""
+    if batch_invariant is None:
+        return INVARIANT_BY_DEFAULT
+    return flag(op, "batch_invariant", batch_invariant)
 
 
 def scale_of(op: str, scale: Any, q: Tensor) -> float:
     if scale is None:
         return float(q.shape[-1] ** -0.5)
-    learned = isinstance(scale, Tensor) and scale.requires_grad
-    if learned and not torch.is_grad_enabled():
-        scale, learned = scale.detach(), False
-    x = number(op, "scale", scale, "multiply q by it" if learned else "")
+    needs_grad = isinstance(scale, Tensor) and scale.requires_grad
+    if needs_grad and not torch.is_grad_enabled():
+        scale, needs_grad = scale.detach(), False
+    x = number(op, "scale", scale, "multiply q by it" if needs_grad else "")
     if not (torch.compiler.is_compiling() or math.isfinite(x)):
         raise ValueError(need(op, f"scale is {x}", "a finite number", "leave it out for K ** -0.5"))
     return x
 
 
 def checked_flags(op: str, options: Options) -> Options:
-    """Returns the options with each flag as `flag` returns it.
+    """Returns the options with every flag as a bool; ValueError if one cannot be a flag.
 
-    enable_fwd_cp_cache and warm_log_bound are not checked.
+    Does not check enable_fwd_cp_cache and warm_log_bound.
     """
     *flags, keep, bound = options
     if _BOOLS.issuperset(map(type, flags)):

@@ -57,16 +57,16 @@ def chunk_gated_delta_rule_fwd(
     warm_log_bound: float | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None, Cache | None]:
-    """Runs the forward and returns its results with what the backward needs; not differentiable.
+    """Runs the forward without autograd and also returns what the backward needs.
 
     Arguments not listed here are those of `chunk_gated_delta_rule`. q and k are used as passed; the
-    caller normalises them where that is wanted.
+    caller normalises them if needed.
 
     Args:
         output_h: also return the state before each chunk. On a GPU, packed sequences then need
             cu_seqlens_cpu, because the number of chunks depends on the lengths.
-        auto_cp: sequences may be cut into segments. False never cuts; the bits of a result then do
-            not depend on the rest of the batch.
+        auto_cp: allow cutting sequences into segments. With False the bits of a result do not
+            depend on the rest of the batch.
         enable_fwd_cp_cache: also return the segments and their start states, for the backward. None
             returns them where `chunk_gated_delta_rule` saves them by default.
         is_train: False returns no g_cum and no A, which is faster. None means True.
@@ -74,15 +74,16 @@ def chunk_gated_delta_rule_fwd(
         out: [B, T, HV, V] of any float dtype; o is copied into it, and it is returned as o.
 
     Returns:
-        g_cum [B, T, HV]: gates cumulated within each chunk of 64 tokens, natural log, fp32.
-        A [B, T, HV, 64]: row t of its chunk's (I + tril(beta decay k k^T, -1))^-1, q's dtype.
-            Pass g_cum and A of one library only: FlashQLA's A holds no decay, FLA's g is base 2.
+        g_cum [B, T, HV]: cumulative sum of the gates within each chunk of 64 tokens, natural log,
+            fp32.
+        A [B, T, HV, 64]: row t of its chunk's (I + tril(beta decay k k^T, -1))^-1, q's dtype. Do
+            not mix g_cum and A of different libraries: FlashQLA's A has no decay, FLA's g is base
+            2.
         o [B, T, HV, V].
         h [B, chunks, HV, K, V] in q's dtype, or None.
         final_state [N, HV, K, V], or None.
         cp_cache: an argument for chunk_gated_delta_rule_bwd; None without enable_fwd_cp_cache. With
-            True its tensors have no rows if the forward kept no segments, such as when it cut none,
-            or at K = 256.
+            True, its tensors have no rows if the forward cut no sequence or K = 256.
 
     Raises:
         ValueError: the arguments do not fit together.
@@ -117,9 +118,16 @@ def chunk_gated_delta_rule_fwd(
             cu_seqlens_cpu=cu_seqlens_cpu, op=op,
         )
     )  # fmt: skip
-    done = ops.gdn_fwd(call, options)
-    o = done.o if out is None else out.copy_(done.o)
-    return done.g_cum, done.A, o, done.h, done.final_state, tuple(done.cp_cache) or None
+    results = ops.gdn_fwd(call, options)
+    o = results.o if out is None else out.copy_(results.o)
+    return (
+        results.g_cum,
+        results.A,
+        o,
+        results.h,
+        results.final_state,
+        tuple(results.cp_cache) or None,
+    )
 
 
 @torch.no_grad()
@@ -147,15 +155,15 @@ def chunk_gated_delta_rule_bwd(
     """Runs the backward on the results of `chunk_gated_delta_rule_fwd` and returns the gradients.
 
     Args:
-        q, k: the tensors that the forward was given, normalised where that is wanted.
+        q, k: the q and k of the forward call.
         g: g_cum of the forward.
         beta: [B, T, HV] after its activation.
         A: A of the forward.
         do: [B, T, HV, V], the gradient of o; any strides.
         dht: [N, HV, K, V], the gradient of the final state; 0 if None.
-        cp_cache: the cache of a forward of the same batch; its segments and start states are used
-            again, unless whole sequences take less time. None computes them here. At K = 256
-            sequences stay whole.
+        cp_cache: the cp_cache of a forward of the same batch. Its segments and start states are
+            used again, unless uncut sequences are faster. None computes them here. At K = 256
+            sequences are not cut.
         cp_context: must be None.
 
     Returns:
@@ -186,16 +194,16 @@ def chunk_gated_delta_rule_bwd(
     _check_cache(op, cp_cache or (), q, v, cu_seqlens)
     call = Call(q, k, v, g, beta, scale_of(op, scale, q), initial_state, *bounds)
     saved, incoming = SavedForward(g, A, list(cp_cache or ())), Incoming(do, dht)
-    done = ops.gdn_bwd(call, saved, incoming, options)
-    return done.dq, done.dk, done.dv, done.dbeta, done.dg, done.dh0
+    results = ops.gdn_bwd(call, saved, incoming, options)
+    return results.dq, results.dk, results.dv, results.dbeta, results.dg, results.dh0
 
 
 def _check_cache(
     op: str, cp_cache: Sequence[Tensor], q: Tensor, v: Tensor, cu_seqlens: Tensor | None
 ) -> None:
-    """Raises ValueError if the shapes in cp_cache cannot come from a forward of such a batch.
+    """Raises ValueError if the shapes in cp_cache cannot come from a forward of this batch.
 
-    An empty cache, and one whose tensors have no rows, pass. Nothing is checked while compiling.
+    Accepts an empty cache and one whose tensors have no rows. Checks nothing while compiling.
     """
     if not len(cp_cache) or torch.compiler.is_compiling():  # sizes may be data
         return

@@ -1,11 +1,10 @@
 """Checks of a call's tensors, shared by all implementations, and the refusals.
 
-    check_*      raise a ValueError if the call is malformed, on every device
-    refusal      returns the text of an Unsupported if the call is well formed, but this version
-                 cannot run it
+    check_*      raise ValueError if the call is malformed, on every device
+    refusal      returns the text of an Unsupported if this version cannot run a well-formed call
 
-Both decide from types, shapes, dtypes, strides, devices and the device's capability. They read no
-values of tensors; contents.py does.
+They look at types, shapes, dtypes, strides, devices and the device's capability. contents.py looks
+at the values of tensors.
 """
 
 from collections.abc import Iterable
@@ -40,14 +39,14 @@ ELSEWHERE = "use fla.ops.gated_delta_rule"
 
 
 class Gate(NamedTuple):
-    """The arguments that decide whether g is a gate or the input of one, and its parameters."""
+    """The arguments of the gate: whether g is its input, and its parameters."""
 
     use_gate_in_kernel: bool
     A_log: Tensor | None
     dt_bias: Tensor | None
 
     def parameters(self) -> tuple[Tensor | None, Tensor | None]:
-        """Returns A_log and dt_bias, or None twice without use_gate_in_kernel, as in FLA."""
+        """Returns A_log and dt_bias; without use_gate_in_kernel (None, None), as in FLA."""
         return (self.A_log, self.dt_bias) if self.use_gate_in_kernel else (None, None)
 
 
@@ -66,17 +65,17 @@ def refusal(
 ) -> str | None:
     """Returns the reason why this version cannot run the call, or None if it can run it.
 
-    The answer is the same with and without gradients. It depends on the arguments here alone: g,
-    beta and states may have any float dtype and any strides.
+    The answer is the same with and without gradients. It does not depend on g, beta and states,
+    which may have any float dtype and any strides.
 
     Args:
         q, k, v: as in `chunk_gated_delta_rule`, well formed.
         cp_context: the call's context; layouts other than "contiguous" and "zigzag" are refused.
-        output_h: the state before each chunk is asked for; on a GPU, packed sequences then need
+        output_h: as in `chunk_gated_delta_rule_fwd`; on a GPU, packed sequences then need
             cu_seqlens_cpu.
-        anchored: the call is of a GdnPool.
+        anchored: True for a call of a `GdnPool`.
         capability: answer for a GPU of this compute capability, whatever the tensors' device.
-        op: the name that begins the text.
+        op: the function's name, with which the text begins.
     """
     reason = _refused_everywhere(q, k, v, cp_context)
     if reason is None:
@@ -136,13 +135,13 @@ def _refused_on_cuda(q: Tensor, k: Tensor, v: Tensor, capability: tuple[int, int
 
 
 def _refused_size(
-    size: int, letter: str, padded: str, sizes: tuple[int, ...], said: str
+    size: int, letter: str, padded: str, sizes: tuple[int, ...], needs: str
 ) -> Reason | None:
     if size in sizes:
         return None
     room = [larger for larger in sizes if larger > size]
     fix = f"pad {padded} to {room[0]}, or {ELSEWHERE}" if room else ELSEWHERE
-    return f"head dimension {letter}={size}", f"{said} on SM90", fix
+    return f"head dimension {letter}={size}", f"{needs} on SM90", fix
 
 
 def _refused_wide(q: Tensor) -> Reason | None:
@@ -155,7 +154,7 @@ def _refused_wide(q: Tensor) -> Reason | None:
 
 def _uncounted_states(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) -> Reason | None:
     if cu_seqlens is not None and cu_seqlens_cpu is None:
-        needs = "cu_seqlens_cpu too: how many states there are depends on the lengths"
+        needs = "cu_seqlens_cpu too: the number of states depends on the lengths"
         return "output_h=True with cu_seqlens", needs, "pass cu_seqlens_cpu"
     return None
 
@@ -189,7 +188,7 @@ def check_tensors(
 ) -> None:
     """Raises ValueError unless types, shapes, devices and dtypes fit together.
 
-    Strides are not checked. The dtypes of q, k and v are left to `refusal`.
+    Does not check strides. `refusal` checks the dtypes of q, k and v.
     """
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         expect_tensors(op, q=q, k=k, v=v)
@@ -233,9 +232,9 @@ def check_state(
     num_seqs = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     size, letters = ((V, K), "[N, HV, V, K]") if state_v_first else ((K, V), "[N, HV, K, V]")
     shape = num_seqs, HV, *size
-    given = getattr(state, "shape", shape)
-    if cu_seqlens is None and given != shape and given[1:] == shape[1:]:
-        got = f"{name} has {given[0]} states, for a batch of {num_seqs}"
+    passed = getattr(state, "shape", shape)
+    if cu_seqlens is None and passed != shape and passed[1:] == shape[1:]:
+        got = f"{name} has {passed[0]} states, for a batch of {num_seqs}"
         raise ValueError(need(op, got, "one a sequence", "pass cu_seqlens if q is packed"))
     expect_tensor(op, name, state, shape, letters, q.device, floats=True)
 
@@ -285,7 +284,7 @@ def expect_tensor(
 ) -> None:
     """Raises ValueError unless x is a tensor of this shape and device, and a float if `floats`.
 
-    One function makes the three checks, because a call has many tensors and host time counts.
+    One function for three checks, because a call has many tensors and host time counts.
     """
     if not isinstance(x, Tensor) or x.shape != shape:
         expect_shape(op, name, x, shape, letters)

@@ -1,8 +1,8 @@
-"""Extends sequences of a pool by any number of tokens, with the chunked form's own operator.
+"""Appends tokens to sequences of a pool, with the operator of the chunked form.
 
-A sequence's tokens since its anchor and its new tokens form one sequence, which starts from the
-anchor. It is computed in two packed calls: the whole chunks that are to go into the anchor, and the
-rest. Nothing waits for the device: packs have room for the most tokens there may be.
+A sequence's tail and its new tokens form one sequence that starts from the anchor. Two packed calls
+compute it: one for the whole chunks that go into the anchor, one for the rest. Nothing waits for
+the device: packs have room for the largest possible number of tokens.
 """
 
 from typing import Any, NamedTuple
@@ -20,11 +20,11 @@ BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of a numb
 
 
 class Slots(NamedTuple):
-    """A pool's tensors. Slots may lie any distance apart, as pages of an engine's cache do.
+    """The tensors of a `GdnPool`. Slots may lie any distance apart, such as pages of a cache.
 
-    One slot stands for sequences of padding, and is never changed. k_tail and v_tail have q's
-    dtype. TAIL_PLACES is 128. Where K is not one that a kernel's variant has, rows of zeros follow
-    those of anchors in memory, up to the next one.
+    One slot stands for padding and is never changed. k_tail and v_tail have q's dtype. TAIL_PLACES
+    is 128. If no kernel has this K, each head of `anchors` is followed in memory by rows of zeros
+    up to the next K that one has.
     """
 
     anchors: Overwritten  # [slots, HV, K, V] fp32, the state after `anchored` tokens
@@ -39,9 +39,9 @@ class Slots(NamedTuple):
 def slot_parts(
     H: int, HV: int, K: int, V: int, dtype: torch.dtype, wide: torch.dtype
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Returns the shape of a slot in each of Slots' tensors, and the tensor's dtype.
+    """Returns (shape of a slot, dtype) of each tensor of Slots.
 
-    q, k, v and o are of `dtype`, states and gates of `wide`.
+    `dtype` is that of q, k, v and o, `wide` that of states and gates.
     """
     gates, count = ((TAIL_PLACES, HV), wide), ((), torch.int32)
     k, v = ((TAIL_PLACES, H, K), dtype), ((TAIL_PLACES, HV, V), dtype)
@@ -49,16 +49,16 @@ def slot_parts(
 
 
 class Extension(NamedTuple):
-    """Which sequences of a pool a call's tokens extend."""
+    """The sequences of a pool to which a call appends tokens."""
 
-    state_indices: Tensor  # [N], the slot of each; null_slot and one outside mark padding
-    has_initial_state: Tensor | None  # [N]: sequences that go on, of a prefill; None if none does
-    drafts: bool  # a decode: all go on, and no new token may enter an anchor
+    state_indices: Tensor  # [N] slots; null_slot and numbers outside the pool mark padding
+    has_initial_state: Tensor | None  # [N] of a prefill: sequences that go on; None if none does
+    drafts: bool  # a decode: all sequences go on, and no new token may enter an anchor
     null_slot: int
 
 
 class Tokens(NamedTuple):
-    """Tokens end to end, with activated gates and betas and normalised q and k where wanted."""
+    """Packed tokens, with activated gates and betas, and with q and k normalised if needed."""
 
     q: Tensor  # [T, H, K]
     k: Tensor  # [T, H, K]
@@ -68,7 +68,7 @@ class Tokens(NamedTuple):
 
 
 class TokenPlaces(NamedTuple):
-    """Which token each place of a pack holds."""
+    """The token at each place of a pack."""
 
     bounds: Tensor  # [N + 1] where the sequences of the pack begin and end
     owner: Tensor  # [size] the sequence; any past the end
@@ -77,19 +77,19 @@ class TokenPlaces(NamedTuple):
 
 
 class AnchorRows(NamedTuple):
-    """Anchors of sequences on a CPU. A place below 0 is none: a start of zeros, an end nowhere."""
+    """Anchors on a CPU. A start below 0 means a state of 0; an end below 0 means no write."""
 
     anchors: Tensor  # as Slots has it
     starts: Tensor  # [N] int32
     ends: Tensor  # [N] int32
 
     def start_states(self) -> Tensor:
-        """Returns them in rows, [N, HV, K, V]."""
-        found = self.anchors[self.starts.clamp(min=0)]
-        return torch.where((self.starts >= 0)[:, None, None, None], found, 0)
+        """Returns the start states, [N, HV, K, V]."""
+        states = self.anchors[self.starts.clamp(min=0)]
+        return torch.where((self.starts >= 0)[:, None, None, None], states, 0)
 
     def take(self, final: Tensor) -> None:
-        """Writes rows to their ends."""
+        """Writes the final states [N, HV, K, V] to `ends`."""
         live = self.ends >= 0
         self.anchors[self.ends[live]] = final[live]
 
@@ -97,7 +97,7 @@ class AnchorRows(NamedTuple):
 def extend(call: Call, pool: Slots, extension: Extension, rows: Any = AnchorRows) -> Tensor:
     """Appends the call's tokens, activated, to sequences; returns their o [B, T, HV, V].
 
-    o is 0 for sequences of padding and for tokens of none. `rows` is AnchorRows or like it.
+    o is 0 for padding and for tokens past the last sequence. `rows` has AnchorRows' interface.
     """
     if not call.num_sequences:
         return call.v.new_zeros(call.v.shape)
@@ -117,26 +117,26 @@ def extend(call: Call, pool: Slots, extension: Extension, rows: Any = AnchorRows
     else:
         bounds = call.cu_seqlens.long()
     base = torch.where(goes_on, pool.anchored[slots], 0).long()
-    kept = torch.where(goes_on, pool.lengths[slots], 0).long() - base
-    kept = kept.clamp(0, TAIL_PLACES - NEW_TOKENS)  # as append_tokens
-    total = torch.where(live, kept + bounds.diff(), 0)
-    whole = (kept if drafts else total) // CHUNK * CHUNK
+    tail = torch.where(goes_on, pool.lengths[slots], 0).long() - base
+    tail = tail.clamp(0, TAIL_PLACES - NEW_TOKENS)  # as append_tokens
+    total = torch.where(live, tail + bounds.diff(), 0)
+    to_anchor = (tail if drafts else total) // CHUNK * CHUNK
 
     starts, ends = (torch.where(x, state_indices, -1).int() for x in (goes_on, live))
-    held_states = rows(pool.anchors, starts, ends)
+    anchor_rows = rows(pool.anchors, starts, ends)
     room = T + N * (TAIL_PLACES - 1)
-    first = _places(torch.zeros_like(whole), whole, N * CHUNK if drafts else room)
-    rest = _places(whole, total, N * (TAIL_PLACES - 1) if drafts else N * CHUNK)
+    first = _places(torch.zeros_like(to_anchor), to_anchor, N * CHUNK if drafts else room)
+    rest = _places(to_anchor, total, N * (TAIL_PLACES - 1) if drafts else N * CHUNK)
     options = Options(output_final_state=True, auto_cp=False)
 
     def packed(places: TokenPlaces) -> Tokens:
         of, token = places.owner, places.token
-        new = (bounds[of] + token - kept[of]).clamp(0, max(T - 1, 0))
+        new = (bounds[of] + token - tail[of]).clamp(0, max(T - 1, 0))
         old = slots[of], (base[of] + token) % TAIL_PLACES
-        from_tail = token < kept[of]
+        from_tail = token < tail[of]
 
-        def mixed(given: Tensor, held: Tensor) -> Tensor:
-            return torch.where(_beside(from_tail, given), held[old], given[new])
+        def mixed(incoming: Tensor, stored: Tensor) -> Tensor:
+            return torch.where(_beside(from_tail, incoming), stored[old], incoming[new])
 
         k, v, g, beta = map(mixed, x[1:], pool[1:5])
         return Tokens(x.q[new], k, v, g, beta)
@@ -144,33 +144,33 @@ def extend(call: Call, pool: Slots, extension: Extension, rows: Any = AnchorRows
     def run(tokens: Tokens, places: TokenPlaces, h0: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v, g, beta = (t[None] for t in tokens)
         packed_call = Call(q, k, v, g, beta, call.scale, h0, places.bounds.int())
-        done = ops.gdn_fwd(packed_call, options)
-        assert done.final_state is not None, "it was asked for"
-        return done.o[0], done.final_state
+        results = ops.gdn_fwd(packed_call, options)
+        assert results.final_state is not None, "it was asked for"
+        return results.o[0], results.final_state
 
-    o_first, anchors = run(packed(first), first, held_states.start_states())
+    o_first, anchors = run(packed(first), first, anchor_rows.start_states())
     tokens = packed(rest)
     o_rest, _ = run(tokens, rest, anchors)
 
     slot = torch.where(rest.used, slots[rest.owner], null_slot)
     place = slot, (base[rest.owner] + rest.token) % TAIL_PLACES
-    for held, new in zip(pool[1:5], tokens[1:], strict=True):
-        # As integers: under deterministic algorithms torch puts numbers by way of a product with 1,
-        # which changes the bits of a NaN in the slot of padding.
-        bits, given = (x.view(BITS[held.itemsize]) for x in (held, new.to(held.dtype)))
-        bits[place] = torch.where(_beside(rest.used, given), given, bits[place])
-    held_states.take(anchors)
-    for count, now in ((pool.anchored, base + whole), (pool.lengths, base + total)):
+    for stored, new in zip(pool[1:5], tokens[1:], strict=True):
+        # As integers: under deterministic algorithms torch multiplies what it writes by 1, which
+        # changes the bits of a NaN in the slot of padding.
+        bits, incoming = (x.view(BITS[stored.itemsize]) for x in (stored, new.to(stored.dtype)))
+        bits[place] = torch.where(_beside(rest.used, incoming), incoming, bits[place])
+    anchor_rows.take(anchors)
+    for count, now in ((pool.anchored, base + to_anchor), (pool.lengths, base + total)):
         count[slots] = torch.where(live, now.int(), count[slots])
 
     at = torch.arange(T, device=bounds.device)
     owner = _owners(bounds, at)
-    token = kept[owner] + at - bounds[owner]
-    in_first = token < whole[owner]
+    token = tail[owner] + at - bounds[owner]
+    in_first = token < to_anchor[owner]
     o = torch.where(
         in_first[:, None, None],
         _taken(o_first, first.bounds[owner] + token),
-        _taken(o_rest, rest.bounds[owner] + token - whole[owner]),
+        _taken(o_rest, rest.bounds[owner] + token - to_anchor[owner]),
     )
     o = torch.where(((at < bounds[-1]) & live[owner])[:, None, None], o, 0)
     return o.view(call.v.shape)
@@ -178,8 +178,8 @@ def extend(call: Call, pool: Slots, extension: Extension, rows: Any = AnchorRows
 
 def _empty(pool: Slots, slots: Tensor, begins: Tensor) -> None:
     """Empties the slots of sequences that begin, in a call without a token."""
-    for held in (pool.anchors, pool.anchored, pool.lengths):
-        bits = held.view(BITS[held.itemsize])  # as `extend` does
+    for stored in (pool.anchors, pool.anchored, pool.lengths):
+        bits = stored.view(BITS[stored.itemsize])  # as `extend` does
         bits[slots] = torch.where(_beside(begins, bits), 0, bits[slots])
 
 
@@ -194,7 +194,7 @@ def _places(begin: Tensor, end: Tensor, room: int) -> TokenPlaces:
 
 
 def live_slots(state_indices: Tensor, num_slots: int, null_slot: int) -> Tensor:
-    """Returns [N] bool: which sequences are no padding."""
+    """Returns [N] bool: False for sequences of padding."""
     inside = (state_indices >= 0) & (state_indices < num_slots)
     return inside & (state_indices != null_slot)
 
@@ -205,8 +205,8 @@ def _beside(mask: Tensor, x: Tensor) -> Tensor:
 
 
 def _owners(bounds: Tensor, at: Tensor) -> Tensor:
-    found = torch.searchsorted(bounds[1:].contiguous(), at, right=True)
-    return found.clamp(max=bounds.shape[0] - 2)
+    sequences = torch.searchsorted(bounds[1:].contiguous(), at, right=True)
+    return sequences.clamp(max=bounds.shape[0] - 2)
 
 
 def _taken(o: Tensor, at: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""GdnPool: sequences whose prefill, decoding and verification have the chunked form's bits."""
+"""`GdnPool`: prefill, decoding and verification with the bits of the chunked form."""
 
 import torch
 from torch import Tensor
@@ -26,19 +26,19 @@ DECODES, REJECTS = Programs(f"{POOL_OP}.decode"), Programs(f"{POOL_OP}.reject")
 
 
 class GdnPool:
-    """Sequences of the gated delta rule, one a slot, that grow by prefill and by decoding.
+    """A pool of sequences, one per slot, that grow by prefill and decoding with training's bits.
 
-    A slot holds the state after the sequence's last whole chunk of 64 tokens, its anchor, and the
-    tokens since, its tail. Each result is computed from these as the chunked form computes it, so
-    on a GPU it has the bits of `chunk_gated_delta_rule(.., batch_invariant=True)` over the whole
-    sequence, however that is cut into calls, and whatever other sequences are in a call. On a CPU
-    results are the same up to rounding.
+    A slot holds an anchor, the state after the sequence's last whole chunk of 64 tokens, and a
+    tail, the tokens after that chunk. On a GPU, results have the bits of
+    `chunk_gated_delta_rule(.., batch_invariant=True)` over the whole sequence. They do not depend
+    on how it is split into calls, or on other sequences of a call. On a CPU results are the same
+    up to rounding.
 
     Not differentiable. No method waits for the device; all may be captured in a CUDA graph.
 
     Args:
-        num_slots: sequences that the pool has room for.
-        num_heads, num_value_heads, K, V: as in `chunk_gated_delta_rule`.
+        num_slots: the largest number of sequences.
+        num_heads, num_value_heads, K, V: H, HV, K and V of `chunk_gated_delta_rule`.
         dtype: of q, k, v and o.
         device: of all tensors.
     """
@@ -70,20 +70,20 @@ class GdnPool:
 
     @classmethod
     def of(cls, tensors: Slots, null_slot: int) -> "GdnPool":
-        """Returns a pool on given tensors, such as views of an engine's pages.
+        """Returns a pool that uses these tensors, such as views of an engine's pages.
 
-        Slots may lie any distance apart, the same for g and beta; within a slot tensors are
-        contiguous. What slots hold does not matter: a sequence that begins reads nothing of it. On
-        a GPU, slots of anchors, k and v begin at multiples of 16 bytes, and K is one that a
-        kernel's variant has.
+        Each slot of a tensor is contiguous. Slots may have gaps between them, the same for g and
+        beta. Initial contents do not matter: a sequence that begins does not read its slot. On a
+        GPU, slots of anchors, k and v begin at multiples of 16 bytes, and a kernel must have this
+        K.
 
         Args:
-            tensors: as `GdnPool.tensors` has them; the fields of `qla_kernels.gdn.Slots`.
-            null_slot: an index that marks padding. The slot is not changed.
+            tensors: a `qla_kernels.gdn.Slots`, like `GdnPool.tensors`.
+            null_slot: the slot that marks padding. It is not changed.
 
         Raises:
             ValueError: shapes, dtypes, strides or the null slot do not fit.
-            Unsupported: tensors on a GPU with a K that no kernel's variant has.
+            Unsupported: tensors on a GPU with a K that no kernel has.
         """
         slots, HV, K, V = tensors.anchors.shape
         k = tensors.k_tail
@@ -103,7 +103,7 @@ class GdnPool:
             raise ValueError(need(POOL_OP, got, "one distance of slots", "lay pages out like that"))
         if k.is_cuda and K not in KEY_ROOMS:
             needs = "one of " + ", ".join(map(str, KEY_ROOMS))
-            raise Unsupported(need(POOL_OP, f"given tensors with K = {K}", needs, "make a GdnPool"))
+            raise Unsupported(need(POOL_OP, f"tensors with K = {K}", needs, "make a GdnPool"))
         if not 0 <= null_slot < slots:
             got, needs = f"null_slot {null_slot}", f"0 to {slots - 1}"
             raise ValueError(need(POOL_OP, got, needs, "name a slot"))
@@ -148,12 +148,12 @@ class GdnPool:
 
         Args:
             state_indices: [N] int32 or int64, the slot of each sequence. An index outside the pool
-                marks a sequence of padding: its results are 0, and no slot is changed. Two
-                sequences must not share a slot, and numbers must fit in int32: on a CPU, and under
-                QLA_CHECK=1, anything else is a ValueError; else, on a GPU, what a shared slot then
-                holds is not defined, and `decode` and `reject` read the low word of a number.
-            has_initial_state: [N] bool, which sequences go on; the others begin with these tokens,
-                whatever the slot held before. None: all of them begin.
+                marks padding: its results are 0, and no slot is changed. Two sequences must not
+                share a slot, and numbers must fit in int32: a CPU, and QLA_CHECK=1, raise
+                ValueError otherwise. An unchecked GPU call leaves a shared slot undefined, and
+                `decode` and `reject` read the low word of a number.
+            has_initial_state: [N] bool, True for sequences that go on; the others begin with these
+                tokens, whatever the slot held before. None: all begin.
         """
         options = Options(use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval)
         gate = Gate(use_gate_in_kernel, A_log, dt_bias)
@@ -184,24 +184,24 @@ class GdnPool:
         use_beta_sigmoid_in_kernel: bool = False,
         allow_neg_eigval: bool = False,
     ) -> Tensor:
-        """Appends T tokens to each of B sequences, at most 8; returns their o [B, T, HV, V].
+        """Appends T tokens, at most 8, to each of B sequences; returns their o [B, T, HV, V].
 
-        The tokens may be drafts: `reject` takes back those that are not accepted. A slot that has
-        held no sequence begins one; all others go on. Arguments that are not listed are those of
-        `chunk_gated_delta_rule`.
+        The tokens may be drafts: `reject` removes those that are not accepted. A sequence begins in
+        a slot that has held none; in all other slots it goes on. Arguments that are not listed are
+        those of `chunk_gated_delta_rule`.
 
         Args:
-            state_indices: [B], as in `prefill`: the same padding, and no two of one slot.
+            state_indices: [B], as in `prefill`.
         """
         pool = self.tensors
-        given = (
+        arguments = (
             q, k, v, g, beta, *pool, state_indices, self.null_slot, scale, use_qk_l2norm_in_kernel,
             use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         )  # fmt: skip
-        found = None if torch.compiler.is_compiling() else DECODES.find(*given)
-        if type(found) is tuple:
+        lookup = None if torch.compiler.is_compiling() else DECODES.find(*arguments)
+        if type(lookup) is tuple:
             torch.autograd.graph.increment_version(pool)
-            o: Tensor = found[0]
+            o: Tensor = lookup[0]
             return o
         if isinstance(q, Tensor) and q.dim() == 4 and q.shape[1] > NEW_TOKENS:
             got, needs = f"decode of {q.shape[1]} tokens", f"1 to {NEW_TOKENS}"
@@ -216,22 +216,22 @@ class GdnPool:
             return (gdn_pool_extend(call, pool, extension, options),)
 
         with torch.no_grad():
-            return (DECODES.record(given, run) if found is RECORD else run())[0]
+            return (DECODES.record(arguments, run) if lookup is RECORD else run())[0]
 
     def reject(self, state_indices: Tensor, num_tokens: Tensor) -> None:
-        """Takes back the last num_tokens[n] tokens of the sequence in slot state_indices[n].
+        """Removes the last num_tokens[n] tokens of the sequence in slot state_indices[n].
 
         Args:
             state_indices: [N], as in `decode`.
-            num_tokens: [N] integers, at most the number of tokens of the last `decode`; more
-                are not detected as long as the tail, the tokens since the last whole chunk, holds
-                them. On a CPU, and under QLA_CHECK=1, more than it holds raise a ValueError; else,
-                on a GPU, the sequence then goes on from its anchor.
+            num_tokens: [N] integers, at most the number of tokens of the last `decode`. A larger
+                number is detected only if it exceeds the tail, the tokens after the last whole
+                chunk: a CPU, and QLA_CHECK=1, then raise ValueError; otherwise, on a GPU, the
+                sequence goes on from its anchor.
         """
         lengths, anchored = self.tensors.lengths, self.tensors.anchored
-        given = lengths, anchored, state_indices, num_tokens, self.null_slot
-        found = None if torch.compiler.is_compiling() else REJECTS.find(*given)
-        if type(found) is tuple:
+        arguments = lengths, anchored, state_indices, num_tokens, self.null_slot
+        lookup = None if torch.compiler.is_compiling() else REJECTS.find(*arguments)
+        if type(lookup) is tuple:
             torch.autograd.graph.increment_version(lengths)
             return
         expect_tensors(POOL_OP, state_indices=state_indices, num_tokens=num_tokens)
@@ -240,11 +240,11 @@ class GdnPool:
         expect_tensor(POOL_OP, "num_tokens", num_tokens, shape, "[N]", lengths.device)
 
         def run() -> tuple[Tensor, ...]:
-            gdn_pool_reject(Rejection(*given))
+            gdn_pool_reject(Rejection(*arguments))
             return ()
 
         with torch.no_grad():
-            REJECTS.record(given, run) if found is RECORD else run()
+            REJECTS.record(arguments, run) if lookup is RECORD else run()
 
     def _checked(
         self,

@@ -1,7 +1,7 @@
 """The public function for decoding: the gated delta rule token by token, forward only.
 
-It is for calls in which sequences grow by a few tokens. Names, order and defaults of its arguments
-equal those of FLA 0.6.0's function; state_indices, null_slot and out are additional arguments.
+Argument names, order and defaults equal those of FLA 0.6.0; state_indices, null_slot and out are
+additional arguments.
 """
 
 from typing import Any
@@ -63,10 +63,10 @@ def fused_recurrent_gated_delta_rule(
     out: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes the gated delta rule of `chunk_gated_delta_rule`, one token after the other.
+    """Computes `chunk_gated_delta_rule` token by token, for decoding.
 
-    Computes in fp32, or in fp64 where q is fp64, and does not round between the steps. On a GPU a
-    state is read once and written once.
+    Computes in fp32, or fp64 if q is fp64, and does not round between tokens. On a GPU each state
+    is read once and written once.
 
     Args:
         q, k: [B, T, H, K].
@@ -91,11 +91,10 @@ def fused_recurrent_gated_delta_rule(
         state_indices: [N] int32 or int64 on q's device. Sequence n starts from slot
             state_indices[n] of the pool, and its final state overwrites that slot. Two sequences
             must not share a slot. A negative index marks a sequence of padding: its results are 0,
-            and no slot is changed. On a GPU the same holds for an index past the pool; on a CPU,
-            and under QLA_CHECK=1, that is a ValueError. Of int64 numbers a GPU reads the low word;
-            those that do not fit in int32 are a ValueError there too.
-        null_slot: -1; or 0, if slot 0 of the pool is no state, and marks padding like a negative
-            index.
+            and no slot is changed. An index past the pool raises ValueError on a CPU and under
+            QLA_CHECK=1; otherwise a GPU treats it as padding. The same checks reject int64 values
+            that do not fit in int32; otherwise a GPU reads their low word.
+        null_slot: -1, or 0 if slot 0 of the pool holds no state: index 0 then marks padding too.
         out: with state_indices, a contiguous tensor like v; o is written to it and returned.
 
     Returns:
@@ -104,20 +103,20 @@ def fused_recurrent_gated_delta_rule(
 
     Raises:
         ValueError: the arguments do not fit together.
-        Unsupported: the arguments fit together, but this version cannot run them; or a backward
-            through the result is asked for.
+        Unsupported: the arguments fit together, but this version cannot run them. A backward
+            through the result raises it too.
         TypeError: a keyword is unknown.
     """
-    given = (
+    arguments = (
         q, k, v, g, gk, gv, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
         use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         state_v_first, cu_seqlens, state_indices, null_slot, out, *kwargs, *kwargs.values(),
     )  # fmt: skip
-    found = None if torch.compiler.is_compiling() else DECODING.find(*given)
-    if type(found) is tuple:
-        if len(found) == 2:
-            return found
-        return _of_slots(found, initial_state, out, output_final_state)
+    lookup = None if torch.compiler.is_compiling() else DECODING.find(*arguments)
+    if type(lookup) is tuple:
+        if len(lookup) == 2:
+            return lookup
+        return _of_slots(lookup, initial_state, out, output_final_state)
     options = Options(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
@@ -155,18 +154,18 @@ def fused_recurrent_gated_delta_rule(
     recorded = wants_gradients((*call, initial_state))
     if states is None or state_indices is None:
         if recorded:
-            done = recorded_gdn_recurrent(call, options)
-        elif found is RECORD:
-            done = DECODING.record(given, lambda: Decoded(*gdn_recurrent(call, options)))
+            decoded = recorded_gdn_recurrent(call, options)
+        elif lookup is RECORD:
+            decoded = DECODING.record(arguments, lambda: Decoded(*gdn_recurrent(call, options)))
         else:
-            done = gdn_recurrent(call, options)
-        return done.o, done.final_state
+            decoded = gdn_recurrent(call, options)
+        return decoded.o, decoded.final_state
     if recorded:
         raise Unsupported(need(OP, *RECORDED))
 
-    if found is RECORD:
+    if lookup is RECORD:
         results = DECODING.record(
-            given, lambda: _in_pool(call, states, state_indices, out, null_slot, options)
+            arguments, lambda: _in_pool(call, states, state_indices, out, null_slot, options)
         )
     else:
         results = _in_pool(call, states, state_indices, out, null_slot, options)
@@ -188,14 +187,14 @@ def _in_pool(
 
 
 def _of_slots(
-    found: tuple[Tensor, ...], pool: Tensor | None, out: Tensor | None, output_final_state: bool
+    results: tuple[Tensor, ...], pool: Tensor | None, out: Tensor | None, output_final_state: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the results of a replayed call with state_indices, which overwrote the pool."""
     assert pool is not None, "a call with state_indices has one"
     torch.autograd.graph.increment_version(pool)
     if out is not None:
         torch.autograd.graph.increment_version(out)
-    return found[0] if out is None else out, pool if output_final_state else None
+    return results[0] if out is None else out, pool if output_final_state else None
 
 
 fused_recurrent_gdn = fused_recurrent_gated_delta_rule

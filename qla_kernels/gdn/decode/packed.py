@@ -1,6 +1,6 @@
-"""A decoding step on a packed projection: q, k and v of one token a sequence in one row.
+"""A decoding step on a packed projection: one row holds q, k and v of a sequence's new token.
 
-Inference engines hold them like this after their convolution, beside raw gates and betas.
+Inference engines have this layout after their convolution, with inputs of the gate and of beta.
 """
 
 from collections.abc import Callable
@@ -52,30 +52,30 @@ def packed_decode_gated_delta_rule(
     z_activation: str = "silu",
     out: Tensor | None = None,
 ) -> Tensor:
-    """Runs one token of each of N sequences, from and into a pool of states; one launch.
+    """Decodes one token of each of N sequences and updates their states in a pool, in one launch.
 
-    The same as `fused_recurrent_gated_delta_rule` with use_gate_in_kernel and
+    Equals `fused_recurrent_gated_delta_rule` with use_gate_in_kernel and
     use_beta_sigmoid_in_kernel. With z, o then goes through RMSNorm and the output gate:
 
         y = o / sqrt(mean o^2 + norm_eps) * norm_weight * act(z)        over a head's V columns
 
-    It is rounded once, after the gate. Not differentiable.
+    y is rounded once, after the gate. Not differentiable.
 
     Args:
-        mixed_qkv: [N, 2 H K + HV V], of each sequence its H queries, H keys and HV values; any row
-            stride that is a multiple of 16 bytes. H follows from the other sizes.
+        mixed_qkv: [N, 2 H K + HV V]: H queries, H keys and HV values of each sequence. The row
+            stride is a multiple of 16 bytes. H follows from the other sizes.
         a, b: [N, HV], the inputs of the gate and of beta's sigmoid.
         A_log, dt_bias: [HV]; dt_bias may be None.
         initial_state: the pool [slots, HV, V, K], or [slots, HV, K, V] without state_v_first; fp32,
-            or bf16 with mixed_qkv in bf16. Slots may lie any multiple of 4 numbers apart.
-        state_indices: [N], as in `fused_recurrent_gated_delta_rule`, and null_slot as well.
+            or bf16 with mixed_qkv in bf16. The distance of slots is a multiple of 4 numbers.
+        state_indices, null_slot: as in `fused_recurrent_gated_delta_rule`; state_indices is [N].
         scale: K ** -0.5 if None.
         use_qk_l2norm_in_kernel, allow_neg_eigval: as in `fused_recurrent_gated_delta_rule`.
         z: [N, HV, V] in mixed_qkv's dtype, with adjacent columns; it may be a slice of a
             projection. On a GPU K and V must then be equal.
         norm_weight: [V], with z.
         norm_eps: a float.
-        z_activation: "silu", "swish", which is another name of silu, or "sigmoid".
+        z_activation: "silu", "swish" (the same as silu) or "sigmoid".
         out: a contiguous [N, 1, HV, V] in mixed_qkv's dtype; the result is written to it and
             returned.
 
@@ -86,24 +86,24 @@ def packed_decode_gated_delta_rule(
         ValueError: the arguments do not fit together.
         Unsupported: this version cannot run the call.
     """
-    given = (
+    arguments = (
         mixed_qkv, a, b, A_log, dt_bias, initial_state, state_indices, scale,
         use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, null_slot, z, norm_weight,
         norm_eps, z_activation, out,
     )  # fmt: skip
-    found = None if torch.compiler.is_compiling() else PACKED.find(*given)
-    if type(found) is tuple:
+    lookup = None if torch.compiler.is_compiling() else PACKED.find(*arguments)
+    if type(lookup) is tuple:
         for x in (initial_state, out):
             if x is not None:
                 torch.autograd.graph.increment_version(x)
-        return out if out is not None else found[0]
-    step = checked_step(PACKED_OP, *given)
+        return out if out is not None else lookup[0]
+    step = checked_step(PACKED_OP, *arguments)
 
     def run() -> tuple[Tensor, ...]:
         return step(mixed_qkv, False)
 
-    done = PACKED.record(given, run) if found is RECORD else run()
-    return out if out is not None else done[0]
+    results = PACKED.record(arguments, run) if lookup is RECORD else run()
+    return out if out is not None else results[0]
 
 
 def checked_step(
@@ -126,11 +126,10 @@ def checked_step(
     z_activation: str,
     out: Tensor | None,
 ) -> Callable[[Tensor, bool], tuple[Tensor, ...]]:
-    """Checks the arguments of `packed_decode_gated_delta_rule`, and refuses or accepts them.
+    """Checks the arguments of `packed_decode_gated_delta_rule` and returns a function that runs it.
 
-    Returns:
-        A function that runs the step on rows like mixed_qkv, and returns the result, or nothing if
-        it was written to `out`. Its second argument is `Norm.ahead`.
+    The function takes rows like mixed_qkv, and `Norm.ahead`. It returns the result, or nothing if
+    it wrote to `out`.
     """
     options = Options(
         flag(op, "use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
@@ -172,7 +171,7 @@ def checked_step(
 def split(
     op: str, mixed_qkv: Tensor, states: Tensor, state_v_first: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns q and k [N, 1, H, K] and v [N, 1, HV, V], views of a packed projection."""
+    """Returns views of a packed projection: q and k [N, 1, H, K], v [N, 1, HV, V]."""
     expect_tensors(op, mixed_qkv=mixed_qkv, initial_state=states)
     if mixed_qkv.dim() != 2 or states.dim() != 4:
         got = f"mixed_qkv has shape {tuple(mixed_qkv.shape)}, the pool {tuple(states.shape)}"

@@ -1,6 +1,6 @@
-"""Checks of decoding's tensors, and `recurrent_refusal`, for all of its public functions.
+"""Checks that the public functions for decoding share.
 
-expect_*            raise a ValueError if the call is malformed, on every device
+expect_*            raise ValueError if the call is malformed, on every device
 recurrent_refusal   returns the text of an Unsupported, or None
 """
 
@@ -21,20 +21,20 @@ RECORDED = (  # a refusal of calls that overwrite a pool
     "no gradients: the pool is overwritten",
     "call it under torch.no_grad()",
 )
-NULL_SLOTS = (-1, 0)  # what an engine's padding may have as its slot
+NULL_SLOTS = (-1, 0)  # slots with which engines mark padding
 
 
 def in_whole_pieces(state: Tensor) -> bool:
-    """Returns True if the kernel can read a state with these strides; does not check its address.
+    """Returns whether the kernel can read a state with these strides; does not check its address.
 
-    The last stride has to be 1 and the others multiples of STATE_PIECE.
+    The last stride must be 1, and the others multiples of STATE_PIECE.
     """
     steps = [s for n, s in zip(state.shape[:-1], state.stride()[:-1], strict=True) if n > 1]
     return state.stride(-1) == 1 and all(s % STATE_PIECE == 0 for s in steps)
 
 
 def per_head(beta: Tensor, v: Tensor) -> Tensor:
-    """Returns beta as [B, T, HV]: the first column of one that is [B, T, HV, V], else beta itself.
+    """Returns beta as [B, T, HV]: beta itself, or the first column of a beta [B, T, HV, V].
 
     Raises ValueError if a beta of 4 dimensions does not have v's shape.
     """
@@ -53,7 +53,7 @@ def expect_pool(
     name: str = "initial_state",
     leading: Sequence[str] = ("slots",),
 ) -> Tensor:
-    """Returns a pool of states, or of rows of them: [*leading, HV, K, V], or [.., V, K]."""
+    """Returns the pool; ValueError unless its shape is [*leading, HV, K, V], or [.., V, K]."""
     if pool is None:
         fix = "pass the pool of states"
         raise ValueError(need(op, "state_indices without initial_state", "both", fix))
@@ -77,33 +77,33 @@ def expect_indices(op: str, name: str, x: Tensor, shape: tuple[int, ...], like: 
 
 def expect_null_slot(op: str, null_slot: int) -> None:
     if type(null_slot) is not int or null_slot not in NULL_SLOTS:
-        needs = "-1, or 0 where slot 0 of the pool is no state either"
+        needs = "-1, or 0 if slot 0 of the pool holds no state"
         raise ValueError(need(op, f"null_slot is {null_slot!r}", needs, "pass one of them"))
 
 
 def expect_out(op: str, out: Tensor, v: Tensor) -> None:
-    """Raises ValueError unless the results of a call can be written to `out`."""
+    """Raises ValueError unless `out` is contiguous and has v's shape, dtype and device."""
     expect_tensor(op, "out", out, tuple(v.shape), "[B, T, HV, V]", v.device, floats=True)
     if out.dtype != v.dtype:
         got = f"out is {dtype_name(out.dtype)}"
         raise ValueError(need(op, got, f"{dtype_name(v.dtype)}, as v is", "pass such a buffer"))
     if not out.is_contiguous():
         got = f"out has strides {tuple(out.stride())}"
-        raise ValueError(need(op, got, "a contiguous one", "leave it out, and copy the result"))
+        raise ValueError(need(op, got, "contiguous memory", "leave it out, and copy the result"))
 
 
 def checked_norm(
     op: str, v: Tensor, z: Tensor | None, weight: Tensor | None, eps: object, activation: object
 ) -> Norm | None:
-    """Returns the norm of a step as operators take it, or None where there is none.
+    """Returns the arguments of a step's norm as one record, or None if the step has no norm.
 
-    Raises ValueError if its arguments do not fit together, or to v [N, 1, HV, V].
+    Raises ValueError if they do not fit together, or do not fit v [N, 1, HV, V].
     """
     if activation not in ACTIVATIONS:
         got, fix = f"z_activation={activation!r}", "apply any other one to the result"
         raise ValueError(need(op, got, alternatives(ACTIVATIONS), fix))
     if type(eps) is not float or not 0 <= eps < float("inf"):
-        needs = "a float that is not negative"
+        needs = "a finite float, at least 0"
         raise ValueError(need(op, f"norm_eps is {eps!r}", needs, "pass the model's, such as 1e-6"))
     if z is None and weight is None:
         return None
@@ -123,7 +123,10 @@ def checked_norm(
 def refused_norm(
     op: str, v: Tensor, K: int, norm: Norm | None, capability: tuple[int, int] | None = None
 ) -> str | None:
-    """Returns the reason why a step with a norm cannot run, or None; `recurrent_refusal` first."""
+    """Returns why a GPU cannot run a step with this norm, or None.
+
+    The call must have passed `recurrent_refusal`.
+    """
     if norm is None or not (v.is_cuda or capability is not None):
         return None
     if v.shape[-1] != K or K not in NORM_SIZES:
@@ -149,15 +152,15 @@ def recurrent_refusal(
     """Returns the reason why `fused_recurrent_gated_delta_rule` cannot run a call, or None.
 
     Args:
-        pool: initial_state of a call with state_indices, else None.
+        pool: initial_state if the call has state_indices, else None.
         capability: answer for a GPU of this compute capability, whatever the tensors' device.
-        op: the name that begins the text.
+        op: the function's name, with which the text begins.
     """
     for name, x in (("gk", gk), ("gv", gv)):
         if x is not None:
             # chunk_gated_delta_rule has beta where this function has gk
             fix = f"if it is beta, pass that by its name; else {ELSEWHERE}"
-            return need(op, f"got {name}", "None: one decay a head and token", fix)
+            return need(op, f"got {name}", "None: there is one decay per head and token", fix)
     if reason := refusal(q, k, v, capability=capability, op=op):
         return reason
     if pool is None:

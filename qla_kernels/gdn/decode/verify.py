@@ -1,4 +1,4 @@
-"""The public function that verifies draft tokens: a state is kept after each of them."""
+"""The public function that verifies draft tokens and saves the state after each of them."""
 
 import torch
 from torch import Tensor
@@ -50,38 +50,38 @@ def verify_gated_delta_rule(
     null_slot: int = -1,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Runs draft tokens of N sequences from a pool of states, and keeps the state after each token.
+    """Runs draft tokens of N sequences from a pool of states, and saves the state after each token.
 
-    There are two forms, by the dimensions of state_indices; one launch each. Arguments that are not
+    The shape of state_indices selects one of two forms. Each is one launch. Arguments that are not
     listed are those of `fused_recurrent_gated_delta_rule`. Not differentiable.
 
     Args:
         initial_state: the pool [slots, HV, K, V], or [slots, HV, V, K] if state_v_first.
         state_indices: [N, S] or [N], int32 or int64.
-            [N, S]: the state after token t of sequence n overwrites slot state_indices[n, t]; no
-            slot may be named twice. The sequence starts from slot
-            state_indices[n, num_accepted_tokens[n] - 1], in which the call before left the state
-            after the last token that was accepted.
+            [N, S]: the state after token t of sequence n overwrites slot state_indices[n, t]; all
+            slots must differ. The sequence starts from slot
+            state_indices[n, num_accepted_tokens[n] - 1], where the previous call saved the state
+            after the last accepted token.
             [N]: sequence n starts from slot state_indices[n], and the pool is not changed. Several
             sequences may start from one slot.
-            A sequence whose first slot is at most null_slot is padding: its o is 0, and nothing of
-            it is written. Later slots of that kind are left out.
+            A sequence whose first slot is at most null_slot is padding: its o is 0, and no state
+            of it is saved. No state is saved for a later slot that is at most null_slot.
         num_accepted_tokens: [N], with state_indices [N, S]: from 1 to S; 1 if None.
-        checkpoints: [rows, S, HV, K, V], or [.., V, K] if state_v_first, in the pool's dtype, with
-            state_indices [N]: the state after token t overwrites checkpoints[row, t].
+        checkpoints: [rows, S, HV, K, V], or [.., V, K] if state_v_first, in the pool's dtype, only
+            with state_indices [N]: the state after token t overwrites checkpoints[row, t].
         checkpoint_indices: [N], with checkpoints: the row of each sequence. Two sequences must not
             share a row. A negative row marks padding.
-        parents: [N, S] or fewer columns, with checkpoints: the drafts of a sequence are a tree.
-            Token t > 0 starts from the state after token parents[n, t] < t of its sequence, or, if
-            that is negative, from the sequence's slot. parents[n, 0] is not read. None: from the
-            token before.
+        parents: [N, S] or fewer columns, with checkpoints, if a sequence's drafts are a tree. Token
+            t > 0 starts from the state after token parents[n, t] < t, or from the sequence's slot
+            if that number is negative. parents[n, 0] is not read. None: each token follows the
+            one before it.
         null_slot: -1, or 0 if slot 0 is no state.
         out: a contiguous tensor like v; o is written to it and returned.
 
-    A sequence may have at most S tokens. On a GPU, indices out of range count as padding, accepted
-    numbers are clamped, a parent that is not before its token counts as the token before, states
-    past S are not kept, and of int64 numbers the low word is read. On a CPU, and under QLA_CHECK=1,
-    numbers that are out of range or do not fit in int32 raise a ValueError.
+    A sequence may have at most S tokens. On a CPU, and under QLA_CHECK=1, numbers that are out of
+    range or do not fit in int32 raise a ValueError. Otherwise, on a GPU, indices out of range count
+    as padding, num_accepted_tokens is clamped, a parent that is not before its token counts as the
+    token before, states past S are not saved, and the low word of int64 numbers is read.
 
     With a pool in bf16, a token whose parent is not the token before starts from the rounded state;
     all others start from the state in fp32.
@@ -93,18 +93,18 @@ def verify_gated_delta_rule(
         ValueError: the arguments do not fit together.
         Unsupported: this version cannot run the call.
     """
-    given = (
+    arguments = (
         q, k, v, g, beta, initial_state, state_indices, num_accepted_tokens, checkpoints,
         checkpoint_indices, parents, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log,
         dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens, null_slot,
         out,
     )  # fmt: skip
-    found = None if torch.compiler.is_compiling() else VERIFYING.find(*given)
-    if type(found) is tuple:
+    lookup = None if torch.compiler.is_compiling() else VERIFYING.find(*arguments)
+    if type(lookup) is tuple:
         for x in (initial_state if state_indices.dim() == 2 else None, checkpoints, out):
             if x is not None:
                 torch.autograd.graph.increment_version(x)
-        return out if out is not None else found[0]
+        return out if out is not None else lookup[0]
     options = Options(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
@@ -120,9 +120,9 @@ def verify_gated_delta_rule(
     v_first = options.state_v_first
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     _check_tables(q, v, N, initial_state, state_indices, checkpoints, *tables, v_first)
-    kept = state_indices.shape[1:] if checkpoints is None else checkpoints.shape[1:2]
-    if cu_seqlens is None and kept and q.shape[1] > kept[0]:
-        got, needs = f"{q.shape[1]} tokens a sequence", f"at most S={kept[0]}"
+    room = state_indices.shape[1:] if checkpoints is None else checkpoints.shape[1:2]
+    if cu_seqlens is None and room and q.shape[1] > room[0]:
+        got, needs = f"{q.shape[1]} tokens a sequence", f"at most S={room[0]}"
         raise ValueError(need(VERIFY_OP, got, needs, "widen the table, or pass fewer drafts"))
     expect_null_slot(VERIFY_OP, null_slot)
     if out is not None:
@@ -142,8 +142,8 @@ def verify_gated_delta_rule(
         gdn_verify(call, Drafts(*places, parents, o, null_slot), options)
         return (o,) if out is None else ()
 
-    done = VERIFYING.record(given, run) if found is RECORD else run()
-    return out if out is not None else done[0]
+    results = VERIFYING.record(arguments, run) if lookup is RECORD else run()
+    return out if out is not None else results[0]
 
 
 def _check_tables(

@@ -62,38 +62,38 @@ def prefill_gated_delta_rule(
     exact: bool | None = None,
     warm_log_bound: float | None = None,
 ) -> Tensor:
-    """Computes `chunk_gated_delta_rule` from and into the slots of a pool, in place.
+    """Computes `chunk_gated_delta_rule` on states in a pool, and updates them in place.
 
-    States are read and written by the kernel in the pool's dtype, layout and strides; they are fp32
-    in between. Arguments that are not listed are those of `chunk_gated_delta_rule`. Not
-    differentiable: refused while gradients are recorded.
+    The kernel reads and writes states in the pool's dtype, layout and strides, and computes in
+    fp32. Arguments that are not listed are those of `chunk_gated_delta_rule`. Not differentiable:
+    a call while gradients are recorded raises Unsupported.
 
     Args:
         initial_state: the pool [slots, HV, K, V], or [slots, HV, V, K] if state_v_first, in fp32 or
             bf16, any strides. On a GPU q, k and v are bf16.
         state_indices: [N] int32 or int64. The final state of sequence n overwrites slot
-            state_indices[n]. Two sequences must not share a slot. An index that is at most
-            null_slot names no slot: no state is written. Its rows of o are computed and written as
-            any others. On a GPU the same holds for an index past the pool; on a CPU, and under
-            QLA_CHECK=1, that is a ValueError. Of int64 numbers a GPU reads the low word; those that
-            do not fit in int32 are a ValueError there too.
+            state_indices[n]. Two sequences must not share a slot. If the index is at most
+            null_slot, the final state is not written; o still is. An index past the pool raises
+            ValueError on a CPU and under QLA_CHECK=1; otherwise a GPU does not write that state.
+            The same checks reject int64 values that do not fit in int32; otherwise a GPU reads
+            their low word.
         start_indices: [N]: the slots to start from; state_indices if None. A sequence whose index
-            names no slot starts from 0: that is how to say that a sequence has no initial state.
-            Several may start from one slot, if it is not another's state_indices.
+            is at most null_slot starts from a state of 0. Several sequences may start from one
+            slot, unless it is the state_indices of another one.
         checkpoints: [entries, HV, K, V], or [.., V, K] if state_v_first, in fp32 or bf16, any
-            strides. States on the way are written to it, each to an entry of its own.
-        checkpoint_every: keep the state after every so many tokens of a sequence, a multiple of 64.
-            They count from the first token that this call is given. A prompt in pieces has its
-            checkpoints at multiples of it if each piece starts at one.
+            strides. Intermediate states are written to it, one per entry.
+        checkpoint_every: save the state after every so many tokens of a sequence, a multiple of 64.
+            Tokens count from the first one of this call. A prompt in several calls has its
+            checkpoints at multiples of it if each call starts at one.
         checkpoint_starts: [N] or [N + 1]: the entry of sequence n's first checkpoint; the others
             follow. n if None. Entries outside `checkpoints` are not written on a GPU.
         first_checkpoints: [N]: the first checkpoint of sequence n is the state after
-            64 first_checkpoints[n] tokens, and without checkpoint_every the only one. A negative
+            64 first_checkpoints[n] tokens; without checkpoint_every it is the only one. A negative
             number means none. None: after checkpoint_every tokens.
-        null_slot: -1, or 0 if slot 0 of the pool is no state.
+        null_slot: -1, or 0 if slot 0 of the pool holds no state.
         out: a contiguous tensor like v; the kernel writes o to it, and it is returned.
-        auto_cp: sequences may be cut into segments. False never cuts; the bits of a result then do
-            not depend on the rest of the batch. None: False under QLA_BATCH_INVARIANT=1, else True.
+        auto_cp: allow cutting sequences into segments. With False the bits of a result do not
+            depend on the rest of the batch. None: False under QLA_BATCH_INVARIANT=1, else True.
 
     Returns:
         o [B, T, HV, V] in q's dtype.
@@ -102,18 +102,18 @@ def prefill_gated_delta_rule(
         ValueError: the arguments do not fit together.
         Unsupported: this version cannot run the call.
     """
-    given = (
+    arguments = (
         q, k, v, g, beta, initial_state, state_indices, start_indices, cu_seqlens, cu_seqlens_cpu,
         checkpoints, checkpoint_every, checkpoint_starts, first_checkpoints, scale,
         use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel,
         allow_neg_eigval, state_v_first, null_slot, out, auto_cp, exact, warm_log_bound,
     )  # fmt: skip
-    found = None if torch.compiler.is_compiling() else PREFILLS.find(*given)
-    if type(found) is tuple:
+    lookup = None if torch.compiler.is_compiling() else PREFILLS.find(*arguments)
+    if type(lookup) is tuple:
         for x in (initial_state, checkpoints, out):
             if x is not None:
                 torch.autograd.graph.increment_version(x)
-        return out if out is not None else found[0]
+        return out if out is not None else lookup[0]
     options = Options(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
@@ -154,8 +154,8 @@ def prefill_gated_delta_rule(
         gdn_prefill(call, Prefill(*places, o, every, null_slot), options)
         return (o,) if out is None else ()
 
-    done = PREFILLS.record(given, run) if found is RECORD else run()
-    return out if out is not None else done[0]
+    results = PREFILLS.record(arguments, run) if lookup is RECORD else run()
+    return out if out is not None else results[0]
 
 
 def _expect_checkpoints(
@@ -168,7 +168,7 @@ def _expect_checkpoints(
     first: Tensor | None,
     state_v_first: bool,
 ) -> int:
-    """Returns the number of tokens between checkpoints, 0 if it was not given."""
+    """Checks the arguments for checkpoints; returns checkpoint_every, or 0 for None."""
     every = 0 if checkpoint_every is None else checkpoint_every
     every = integer(PREFILL_OP, "checkpoint_every", every)
     if every < 0 or every % CHUNK or checkpoint_every == 0:
@@ -212,9 +212,9 @@ def prefill_refusal(
     on_gpu = q.is_cuda or capability is not None
     if on_gpu and checkpoints is not None and q.shape[-1] != POOL_KEYS:
         got, fix = f"checkpoints with head dimension K={q.shape[-1]}", "leave them out"
-        return need(PREFILL_OP, got, f"{POOL_KEYS} to keep states on the way", fix)
+        return need(PREFILL_OP, got, f"K={POOL_KEYS} to save intermediate states", fix)
     if on_gpu and q.dtype != torch.bfloat16:
-        got, needs = f"q, k and v are {dtype_name(q.dtype)}", "bfloat16 to run on a pool"
+        got, needs = f"q, k and v are {dtype_name(q.dtype)}", "bfloat16 with a pool"
         return need(PREFILL_OP, got, needs, "cast them, or use chunk_gated_delta_rule")
     for what, x in (("the pool of states", pool), ("checkpoints", checkpoints)):
         if x is None:

@@ -164,10 +164,10 @@ def _check_part(
     Bounds that are only on a GPU are not checked.
     """
     known = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
-    said = [] if place.size is None else [2 * place.size]
+    counts = [] if place.size is None else [2 * place.size]
     if known.is_cpu:
-        said.append(contents.check_bounds(OP, num_tokens, known))
-    for here in said:
+        counts.append(contents.check_bounds(OP, num_tokens, known))
+    for here in counts:
         if here != num_tokens:
             got = f"{num_tokens} tokens, and cp_context says that {here} are here"
             fix = "pass each rank its part of q, k, v, g and beta"

@@ -1,10 +1,10 @@
-"""Sequences that are cut over ranks: contexts, and the comparison of calls.
+"""Sequences that are split over ranks: contexts, and the comparison of the ranks' calls.
 
-Every rank holds the same number of tokens, in one stretch or in two: `layouts`. A stretch's first
-sequence may begin in the stretches before it, and its last one may continue in those after it.
-FLA's FLACPContext holds the numbers of these stretches, and `build_cp_context` makes such a context
-without FLA. Each rank computes a link for each of its stretches: the map that its part of such a
-sequence applies to a state or gradient that passes through: `gathered`.
+Every rank holds the same number of tokens, in one stretch or in two (layouts.py). The first
+sequence of a stretch may begin in earlier stretches, and its last one may continue in later ones. A
+context holds the numbers of these stretches, like FLA's FLACPContext; `build_cp_context` makes one
+without FLA. For each stretch a rank computes a link: the map that its part of a sequence applies to
+a state or gradient that passes through (gathered.py).
 """
 
 import itertools
@@ -35,7 +35,7 @@ from qla_kernels.sm90 import Reason
 Facts = tuple[object, ...]  # properties of a call that must be the same on all ranks
 TOKENS_FACT = "the number of tokens"  # the fact that changes from batch to batch
 
-# The facts that a group's ranks have compared, so that GPUs do not wait to compare them again.
+# The facts that a group's ranks have already compared, so that GPUs do not wait again.
 _agreed: "WeakKeyDictionary[dist.ProcessGroup, set[str]]" = WeakKeyDictionary()
 
 
@@ -45,11 +45,11 @@ LINKS = "ranks could not exchange links"
 
 @dataclass(frozen=True)
 class CPContext:
-    """A rank's part of a packed batch; its fields have the names of FLA's FLACPContext.
+    """This rank's part of a packed batch; its fields have the names of FLA's FLACPContext.
 
-    The contiguous layout has pre_num_ranks and post_num_ranks. The zigzag layout has the fields
-    after `layout` instead. FLA calls a stretch a part; the numbers in these pairs, one of each
-    stretch of this rank, count stretches.
+    The contiguous layout uses pre_num_ranks and post_num_ranks, the zigzag layout the fields after
+    `layout`. In the zigzag layout a rank has two stretches ("parts" in FLA); each pair has one
+    number per stretch, which counts stretches.
     """
 
     group: dist.ProcessGroup | None  # None becomes the group of all ranks of the job
@@ -92,15 +92,15 @@ def build_cp_context(
     cu_seqlens_cpu: Tensor | None = None,
     layout: str = CONTIGUOUS,
 ) -> CPContext:
-    """Returns the `cp_context` argument of `chunk_gated_delta_rule` on this rank.
+    """Returns the `cp_context` argument of `chunk_gated_delta_rule` for this rank.
 
-    It holds the bounds of the sequences with tokens here, and how many ranks before and after hold
-    the rest of the first and the last one. Of a batch of T tokens on W ranks, rank r has
+    It holds the bounds of the sequences on this rank, and the numbers of ranks that hold the rest
+    of the first and of the last one. With T tokens on W ranks, rank r has
 
-        contiguous   the tokens r T / W to (r + 1) T / W
-        zigzag       of 2 W stretches of T / 2 W tokens, number r and then number 2 W - 1 - r
+        contiguous   tokens r T / W to (r + 1) T / W
+        zigzag       stretch r, then stretch 2 W - 1 - r, of 2 W stretches of T / 2 W tokens
 
-    Stretches are of the whole batch, wherever its sequences begin, as in FLA.
+    The whole batch is split, wherever its sequences begin, as in FLA.
 
     Args:
         cu_seqlens: [N + 1] bounds of the whole batch. The context's cu_seqlens will be on the same
@@ -110,8 +110,8 @@ def build_cp_context(
         layout: "contiguous" or "zigzag".
 
     Raises:
-        ValueError: bounds do not start at 0 or fall, T is not a multiple of W, or of 2 W in the
-            zigzag layout, there is no such layout, or this process is not in the group.
+        ValueError: bounds do not start at 0 or they decrease; T is not a multiple of W (zigzag:
+            2 W); the layout is unknown; or this process is not in the group.
     """
     op = "build_cp_context"
     rank, world = _place_in(op, group)
@@ -131,8 +131,10 @@ def build_cp_context(
         raise ValueError(need(op, got, needs, "pad the last sequence"))
     parts = [local_bounds(number, bounds, size) for number in held_by(rank, world, each)]
     held, before, after = zip(*parts, strict=True)
-    whole = [*held[0], *(size + x for x in (held[1][1:] if each == 2 else ()))]
-    local = torch.tensor(whole, dtype=cu_seqlens.dtype, device="cpu")  # not the default device
+    bounds_here = [*held[0], *(size + x for x in (held[1][1:] if each == 2 else ()))]
+    local = torch.tensor(
+        bounds_here, dtype=cu_seqlens.dtype, device="cpu"
+    )  # not the default device
     here = group, local.to(cu_seqlens.device), local
     if layout == CONTIGUOUS:
         return CPContext(*here, before[0], after[0])
@@ -156,7 +158,7 @@ _UNITS = {CONTIGUOUS: ("rank", "ranks"), ZIGZAG: ("stretch", "stretches")}  # in
 
 
 class LinePlace(NamedTuple):
-    """The parts of a context that a call uses."""
+    """The parts of a context that a call uses, with this rank's place in the group."""
 
     group: dist.ProcessGroup
     rank: int
@@ -229,8 +231,8 @@ def place_of(op: str, cp_context: Any) -> LinePlace:
             )
             needs = f"at most {number} and {behind}"
             raise ValueError(need(op, got, needs, "make it with build_cp_context on this rank"))
-    its = stretches(before, after, front, num_sequences)
-    return LinePlace(group, rank, world, layout, front, size, its)
+    own = stretches(before, after, front, num_sequences)
+    return LinePlace(group, rank, world, layout, front, size, own)
 
 
 def _check_pairs(op: str, front: int, num_sequences: int, *pairs: list[int]) -> None:
@@ -271,24 +273,24 @@ def agree(
     mixtures of known facts and the tuples of later batches are not compared here; the links carry
     a checksum of them, see `signed`. The number of tokens of later batches is not compared.
     """
-    said = (
+    report = (
         {name: str(fact) for name, fact in facts.items()},
         [(stretch.before, stretch.after, stretch.through) for stretch in shard.stretches],
         None if problem is None else str(problem),
     )
-    mine = repr({name: fact for name, fact in said[0].items() if name != TOKENS_FACT})
+    key = repr({name: fact for name, fact in report[0].items() if name != TOKENS_FACT})
     known = _agreed.setdefault(shard.group, set())
-    if on_gpu and problem is None and mine in known:
+    if on_gpu and problem is None and key in known:
         return
     everyone: list[Any] = [None] * shard.world
     with lost_ranks_explained(op, LINKS):
-        dist.all_gather_object(everyone, said, group=shard.group)
+        dist.all_gather_object(everyone, report, group=shard.group)
     for rank, (_, _, wrong) in enumerate(everyone):
         if wrong is not None:
             raise problem or ValueError(f"rank {rank}: {wrong}")
     expect_equal(op, [theirs for theirs, _, _ in everyone])
     _expect_one_line(op, shard.layout, [ends for _, ends, _ in everyone])
-    known.add(mine)
+    known.add(key)
 
 
 Ends = tuple[int, int, bool]  # before, after and through of a stretch
