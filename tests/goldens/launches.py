@@ -5,21 +5,26 @@
 A kind has the launches of its first call, and all that its third call does: a replay, if the host
 launches nothing. A pointer is a tensor and an offset in bytes: i0, i1 .. are those made before the
 first call, in the order in which they were made; r0, r1 .. results, workspaces and tables, in that
-of their first use. What torch launches itself is listed where a call is not replayed.
+of their first use. A table that the host makes has a checksum of its numbers, and is unknown if it
+was made before the kind began. What torch launches itself is listed where a call is not replayed.
 """
 
+import gc
+import inspect
 import re
 import struct
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from qla_kernels import device
 from qla_kernels.gdn import autograd
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.sharded import exchange
@@ -28,7 +33,7 @@ from qla_kernels.gdn.sharded import ops as shard_ops
 from qla_kernels.gdn.sharded.ops import ShardPlace
 from qla_kernels.native.recording import tensors_in
 from tests.goldens.store import Texts, chosen, printed
-from tests.native import gpu, workloads
+from tests.native import gpu, standin, workloads
 
 NUMBERS = {"fill": "=QQIQ", "copy": "=QQQQQQQ"}  # others have two
 LIMIT = 1 << 20  # bytes of the driver's record
@@ -44,19 +49,31 @@ class Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.launched: list[tuple[str, list[tuple[int, Any]]]] = []
 
+    def elsewhere(self, make: Callable[..., Any], *arguments: Any) -> Any:
+        """As `device.elsewhere`, whose thread is watched, too."""
+
+        def watched() -> Any:
+            with self:
+                return make(*arguments)
+
+        return _elsewhere(watched)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         done = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
         before = {_storage(x) for x in tensors_in((*args, *(kwargs or {}).values()))}
         out = [x for x in tensors_in((done,)) if not x.is_meta]
+        if out and name == "lift_fresh":  # of torch.tensor: a table of numbers of the host
+            before.clear()
+            name = f"table {zlib.crc32(repr(out[0].tolist()).encode()):08x}"
         for x in out:
             if _storage(x) not in before:
                 memory = x.untyped_storage()
                 gpu.DRIVER.note("alloc", memory.data_ptr(), memory.nbytes())
-        name = func._schema.name.removeprefix("aten::")
         is_view = any(a.alias_info and not a.alias_info.is_write for a in func._schema.arguments)
-        if out and not is_view and not re.match(r"(new_)?empty|detach", name):
+        if out and (name[:5] == "table" or not (is_view or re.match("(new_)?empty|detach", name))):
             gpu.DRIVER.note("torch", len(self.launched), 0)
-            self.launched.append((name, [(x.data_ptr(), gpu.standin.like(x)) for x in out]))
+            self.launched.append((name, [(x.data_ptr(), standin.like(x)) for x in out]))
         return done
 
 
@@ -64,25 +81,37 @@ def _storage(x: Tensor) -> int:
     return int(x.untyped_storage()._cdata)
 
 
+_elsewhere = device.elsewhere
 _stack_size = torch._C._len_torch_dispatch_stack
 torch._C._len_torch_dispatch_stack = lambda: _stack_size() - 1  # operators need not see the watch
+
+
+def _kept_tables() -> Iterator[dict[object, object]]:
+    """Yields what the functions keep that `device_tables.kept` decorates."""
+    for f in gc.get_objects():
+        code = f.__code__ if type(f) is FunctionType else None
+        if code and code.co_name == "table" and code.co_filename.endswith("device_tables.py"):
+            yield inspect.getclosurevars(f).nonlocals["known"]
 
 
 def text_of(prepare: Callable[[], workloads.Run]) -> str:
     """Returns what a kind of call does."""
     gpu.forget()
+    for kept in KEPT:
+        kept.clear()
     workloads.made.cache_clear()
     logs: list[list[Event]] = []
     with Watch() as watch:
+        device.elsewhere = watch.elsewhere
         gpu.DRIVER.expect("")
         run = prepare()
         logs.append(list(_events(gpu.DRIVER.record())))
         for _ in range(3):
             gpu.launched.clear()
             gpu.DRIVER.expect("")
-            done = run()  # its memory is not that of the next call's results
+            results = run()  # alive until the driver's record is read
             logs.append(list(_events(gpu.DRIVER.record())))
-            del done
+            del results
     is_replayed = not gpu.launched
     first, _, third = Memory(logs, watch).lines()
     if is_replayed:
@@ -110,7 +139,7 @@ def _events(record: bytes) -> Iterator[Event]:
 
 
 class Memory:
-    """Names the memory that the calls of a kind use; logs are those of its preparation and calls."""
+    """Names the memory that a kind's calls use; logs are those of its preparation and its calls."""
 
     def __init__(self, logs: Sequence[list[Event]], watch: Watch) -> None:
         self._known: list[tuple[int, int]] = []  # address and size; the last one counts
@@ -130,9 +159,8 @@ class Memory:
         addresses: list[int] = []
         if kind == "launch":
             (_, likes), _, values = numbers
-            addresses = [
-                p for p, x in zip(values, filter(_is_tensor, likes), strict=False) if _full(x)
-            ]
+            tensors = filter(_is_tensor, likes)
+            addresses = [p for p, x in zip(values, tensors, strict=False) if _full(x)]
         elif kind == "torch":
             addresses = [p for p, x in self._launched[numbers[0]][1] if _full(x)]
         elif kind == "fill":
@@ -166,14 +194,15 @@ class Memory:
             elif kind == "torch":
                 name, out = self._launched[numbers[0]]
                 tensors = _arguments([x for _, x in out], [p for p, _ in out], where)
-                yield f"torch {name}: {', '.join(tensors)}"
+                by = "" if name.startswith("table") else "torch "
+                yield f"{by}{name}: {', '.join(tensors)}"
             elif kind == "fill":
                 _, stream, value, size = numbers
                 yield f"fill {_stream(stream)}: {where[0]}, {size} bytes of {value:08x}"
             elif kind == "copy":
-                _, stream, _, to_pitch, from_pitch, width, height = numbers
-                pitches = f"pitches {to_pitch} {from_pitch}"
-                yield f"copy {_stream(stream)}: {' from '.join(where)}, {width} x {height}, {pitches}"
+                _, stream, _, *pitches, width, height = numbers
+                size = f"{width} x {height}, pitches {pitches[0]} {pitches[1]}"
+                yield f"copy {_stream(stream)}: {' from '.join(where)}, {size}"
             elif kind == "record":
                 waited[numbers[0]] = numbers[1]
             elif kind == "wait":
@@ -214,8 +243,8 @@ def ranks() -> Iterator[workloads.Kind]:
     """The second of two ranks that share a sequence, and one that holds parts of two."""
     shard_ops.gdn_shard_fwd = shard_launch.gdn_shard_fwd
     shard_ops.gdn_shard_bwd = shard_launch.gdn_shard_bwd
-    exchange.group_named = lambda _: SimpleNamespace(rank=lambda: 1)  # type: ignore[assignment, return-value]
-    exchange.gather = lambda links, _: torch.stack([links] * 2)
+    vars(exchange)["group_named"] = lambda _: SimpleNamespace(rank=lambda: 1)
+    vars(exchange)["gather"] = lambda links, _: torch.stack([links] * 2)
     for heads in (2, 4), (16, 32):
         for K, V in (128, 128), (96, 192), (256, 256):
             for stretches in (1, 2):
@@ -241,6 +270,7 @@ def _on_rank(heads: tuple[int, int], K: int, V: int, stretches: int, raw: bool) 
     return workloads.with_gradients(run, *x)
 
 
+KEPT = [*_kept_tables()]
 FAMILIES = {name: getattr(workloads, name) for name in workloads.FAMILIES} | {"ranks": ranks}
 
 

@@ -2,8 +2,9 @@
 
 Importing this prepares the process, which `standin.run` has to have started. Host code of GPUs
 runs: all tensors are a GPU's but those that `host` was given. So recorders and programs treat them
-as there, streams included. Kernels are made up from the arguments of their first launch, under a name
-that `made` explains and that says what the driver writes down; memory is not touched, and `kernels_of_torch` says which operators of torch would have been launches.
+as there, streams included. Kernels are made up from the arguments of their first launch; their
+names say what the driver writes down, and `made` has what they are. Memory is not touched, and
+`kernels_of_torch` says which operators of torch would have been launches.
 """
 
 import re

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from qla_kernels.native.launcher import compile_launcher
 
@@ -143,7 +144,7 @@ def replaying(passing: bool = False):
     return native
 
 
-def like(x):
+def like(x: Any) -> Any:
     """What made-up entries depend on."""
     return type(x) if isinstance(x, int | float) else (x.dtype, x.shape, x.stride())
 
