@@ -1,6 +1,6 @@
 """Goldens: records of what the host does, which a change that moves code leaves as they are.
 
-    python -m tests.goldens --check                          all of them, about 6 minutes of a CPU
+    python -m tests.goldens --check                          all of them, 4 minutes of a CPU
     python -m tests.goldens --check launches/gdn refusals    keys that begin so, or fit a pattern
     python -m tests.goldens --show "launches/gdn/gdn-fwd-16x32-8192x1-model-h0"
     python -m tests.goldens --write launches                 after a change that is meant

@@ -10,9 +10,9 @@ from tests.goldens import __main__ as goldens
 from tests.goldens import store
 
 SAMPLE = {
-    "launches": ["options", "ranks/16x32, 128", "conv", "hybrid/*delta", "gdn/gdn-fwd-16x32-8192*"],
-    "planners": ["000 ", "001 ", "007 ", "008 ", "009 "],
-    "refusals": [],
+    "launches": ["options", "ranks/2x4, 96", "conv", "gdn/gdn-both-16x32"],
+    "planners": ["000 ", "001 ", "008 "],
+    "refusals": ["gdn.chunk", "dualkv", "conv"],
 }
 
 
