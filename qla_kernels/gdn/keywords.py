@@ -80,7 +80,7 @@ def warm_bound(op: str, exact: Any, warm_log_bound: Any) -> float:
     if exact:
         fix = "pass one of them"
         raise ValueError(
-            need(op, "exact and warm_log_bound", "one of them; exact=True omits nothing", fix)
+            need(op, "exact and warm_log_bound", "exact=True to leave out nothing", fix)
         )
     bound = number(op, "warm_log_bound", warm_log_bound)
     if not bound < 0:

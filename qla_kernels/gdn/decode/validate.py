@@ -77,7 +77,7 @@ def expect_indices(op: str, name: str, x: Tensor, shape: tuple[int, ...], like: 
 
 def expect_null_slot(op: str, null_slot: int) -> None:
     if type(null_slot) is not int or null_slot not in NULL_SLOTS:
-        needs = "-1, or 0 if slot 0 of the pool holds no state"
+        needs = "-1, or 0 where slot 0 of the pool is no state either"
         raise ValueError(need(op, f"null_slot is {null_slot!r}", needs, "pass one of them"))
 
 
@@ -89,7 +89,7 @@ def expect_out(op: str, out: Tensor, v: Tensor) -> None:
         raise ValueError(need(op, got, f"{dtype_name(v.dtype)}, as v is", "pass such a buffer"))
     if not out.is_contiguous():
         got = f"out has strides {tuple(out.stride())}"
-        raise ValueError(need(op, got, "contiguous memory", "leave it out, and copy the result"))
+        raise ValueError(need(op, got, "a contiguous one", "leave it out, and copy the result"))
 
 
 def checked_norm(
@@ -160,7 +160,7 @@ def recurrent_refusal(
         if x is not None:
             # chunk_gated_delta_rule has beta where this function has gk
             fix = f"if it is beta, pass that by its name; else {ELSEWHERE}"
-            return need(op, f"got {name}", "None: there is one decay per head and token", fix)
+            return need(op, f"got {name}", "None: one decay a head and token", fix)
     if reason := refusal(q, k, v, capability=capability, op=op):
         return reason
     if pool is None:
