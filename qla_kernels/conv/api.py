@@ -24,26 +24,26 @@ def causal_conv1d(
     activation: str | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Computes a causal convolution of each channel over sequences; differentiable.
+    """Computes a depthwise causal convolution over the tokens of each sequence; differentiable.
 
         y_t = act(bias + sum_j weight[:, W-1-j] x_{t-j})    j = 0 .. W-1
 
-    over the tokens of one sequence; tokens before its first count as 0. Computes in fp32 (fp64 for
-    an fp64 x), and rounds once. CPU tensors may have any strides, in bf16, fp16, fp32 or fp64. CUDA
-    tensors need a Hopper GPU, bf16 or fp16, a multiple of 8 channels, channels that are adjacent in
-    memory, and tokens whose distance is a multiple of 16 bytes: x can be a slice of a projection.
-    weight and bias may then be in bf16, fp16 or fp32. Gradients repeat bit for bit. Second
-    derivatives and forward-mode tangents raise Unsupported.
+    Tokens before the first one of a sequence count as 0. Computes in fp32 (fp64 if x is fp64) and
+    rounds once. On a CPU, tensors may have any strides, in bf16, fp16, fp32 or fp64. A GPU must be
+    a Hopper; x is then bf16 or fp16, with a multiple of 8 channels that are adjacent in memory, and
+    a distance between tokens that is a multiple of 16 bytes, such as a slice of a projection;
+    weight and bias may be bf16, fp16 or fp32. Gradients are deterministic. Second derivatives and
+    forward-mode tangents raise Unsupported.
 
     Args:
         x: [T, channels], or [B, channels, T] as torch's convolutions and causal-conv1d take it. On
             a GPU the latter is the transposed view of [B, T, channels].
         weight: [channels, W], W from 2 to 4: `conv.weight.squeeze(1)` of an nn.Conv1d.
         bias: [channels]; 0 if None.
-        activation: None, "silu", or "swish", which is another name of silu.
+        activation: None, "silu" or "swish" (the same as silu).
         cu_seqlens: [N + 1] int32 or int64 on x's device, the bounds of packed sequences; B is 1.
-            Tokens past the last sequence are not read, and their results are 0. Without it each
-            batch row is a sequence, and so is an x of two dimensions.
+            Tokens past the last sequence are not read, and their results are 0. None: each batch
+            row is a sequence; an x of two dimensions is one sequence.
 
     Returns:
         y in x's shape and dtype; channels are adjacent in memory.

@@ -31,22 +31,23 @@ def causal_conv1d_update(
     null_slot: int = -1,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Runs `causal_conv1d` for one token of each of N sequences, on a pool of their last tokens.
+    """Runs `causal_conv1d` for one new token of each of N sequences, for decoding.
 
-    Each slot of the pool holds the width - 1 tokens before the next one, the oldest first; the
-    token of x takes the place of the newest. One launch. Not differentiable.
+    Each slot of the pool holds the last width - 1 tokens of a sequence, the oldest first. The call
+    removes the oldest and appends the token of x. One launch. Not differentiable.
 
     Args:
         x: [N, channels], as in `causal_conv1d`.
-        conv_state: the pool [slots, channels, width - 1 or more] in x's dtype, any strides; only
-            the first width - 1 places are used. It is overwritten.
+        conv_state: the pool [slots, channels, width - 1 or more] in x's dtype, any strides; updated
+            in place. Only the first width - 1 places are used.
         weight, bias, activation: as in `causal_conv1d`.
         conv_state_indices: [N] int32 or int64, the slot of each sequence. Two sequences must not
-            share one. A sequence whose slot is at most null_slot is padding: its y is 0, and
-            nothing of it is written. On a GPU so is one whose slot is past the pool; on a CPU, and
-            under QLA_CHECK=1, that is a ValueError. Of int64 numbers a GPU reads the low word;
-            those that do not fit in int32 are a ValueError there too. None: sequence n has slot n.
-        null_slot: -1, or 0 if slot 0 is no state.
+            share a slot. A sequence whose slot is at most null_slot is padding: its y is 0, and
+            the pool is not changed. A slot past the pool raises ValueError on a CPU and under
+            QLA_CHECK=1; otherwise a GPU treats it as padding. The same checks reject int64 values
+            that do not fit in int32; otherwise a GPU reads their low word. None: sequence n has
+            slot n.
+        null_slot: -1, or 0 if slot 0 holds no state.
         out: [N, channels] in x's dtype, or x itself; y is written to it and returned.
 
     Returns:
@@ -56,14 +57,14 @@ def causal_conv1d_update(
         ValueError: the arguments do not fit together.
         Unsupported: this version cannot run the call.
     """
-    given = x, conv_state, weight, bias, activation, conv_state_indices, null_slot, out
-    found = None if torch.compiler.is_compiling() else UPDATES.find(*given)
-    if type(found) is tuple:
+    arguments = x, conv_state, weight, bias, activation, conv_state_indices, null_slot, out
+    lookup = None if torch.compiler.is_compiling() else UPDATES.find(*arguments)
+    if type(lookup) is tuple:
         for changed in (conv_state, out):
             if changed is not None:
                 torch.autograd.graph.increment_version(changed)
-        return out if out is not None else found[0]
-    check_update(UPDATE_OP, *given)
+        return out if out is not None else lookup[0]
+    check_update(UPDATE_OP, *arguments)
     require_update(x, conv_state, weight, bias, conv_state_indices, null_slot, out)
 
     def run() -> tuple[Tensor, ...]:
@@ -72,8 +73,8 @@ def causal_conv1d_update(
         conv_update(x, conv_state, weight, bias, conv_state_indices, null_slot, silu, y)
         return (y,) if out is None else ()
 
-    done = UPDATES.record(given, run) if found is RECORD else run()
-    return out if out is not None else done[0]
+    results = UPDATES.record(arguments, run) if lookup is RECORD else run()
+    return out if out is not None else results[0]
 
 
 def require_update(
@@ -94,6 +95,6 @@ def require_update(
     require(refused_rows(op, rows))
     if out is not None and out.is_cuda and (reason := refused_strides("out", out)):
         require(need(op, *reason))
-    asked = checks_contents() and not torch.compiler.is_compiling()
-    if asked and indices is not None and indices.is_cuda:
+    checks = checks_contents() and not torch.compiler.is_compiling()
+    if checks and indices is not None and indices.is_cuda:
         check_slots(op, indices, rows.shape[0], null_slot)

@@ -1,10 +1,10 @@
 """Checks of a call: `refusal`, and the checks that every implementation shares.
 
-    check_*      raise a ValueError if the call is malformed, on every device
-    refusal      returns the text of an Unsupported if a well-formed call cannot be run
+    check_*      raise ValueError if the call is malformed, on every device
+    refusal      returns the text of an Unsupported if this version cannot run a well-formed call
 
-Both decide from types, shapes, dtypes, devices, strides and tangents. `check_bounds` reads values;
-it runs only on the CPU and under QLA_CHECK=1.
+They look at types, shapes, dtypes, devices, strides and tangents. `check_bounds` reads values; it
+runs only on the CPU and under QLA_CHECK=1.
 """
 
 import torch
@@ -47,7 +47,7 @@ def refusal(
     Args:
         x, weight, bias: as in `causal_conv1d`, well formed.
         capability: answer for a GPU of this compute capability, whatever the tensors' device.
-        op: the name that begins the text.
+        op: the function's name, with which the text begins.
     """
     reason = _refused_everywhere(x, weight, bias)
     if reason is None and (x.is_cuda or capability is not None):
@@ -75,9 +75,9 @@ def flattens(x: Tensor) -> bool:
 def _refused_everywhere(x: Tensor, weight: Tensor, bias: Tensor | None) -> Reason | None:
     if x.device.type not in ("cpu", "cuda", "meta"):
         return f"tensors are on {x.device.type}", "cpu or cuda", "move them"
-    for name, given in (("x", x), ("weight", weight), ("bias", bias)):
-        if given is not None and given.dtype not in FLOATS:
-            return f"{name} is {dtype_name(given.dtype)}", one_of(FLOATS), f"cast {name}"
+    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype not in FLOATS:
+            return f"{name} is {dtype_name(tensor.dtype)}", one_of(FLOATS), f"cast {name}"
     if weight.shape[1] not in WIDTHS:
         needs = f"a width of {WIDTHS[0]} to {WIDTHS[-1]}"
         return f"weight has width {weight.shape[1]}", needs, f"pad it by zeros, or {ELSEWHERE}"
@@ -94,9 +94,9 @@ def _refused_on_cuda(
     if x.dtype not in DTYPES:
         got, needs = f"x is {dtype_name(x.dtype)}", f"{one_of(DTYPES)} on SM90"
         return got, needs, f"cast it, or {ELSEWHERE}"
-    for name, given in (("weight", weight), ("bias", bias)):
-        if given is not None and given.dtype not in WEIGHTS:
-            return f"{name} is {dtype_name(given.dtype)}", one_of(WEIGHTS), f"cast {name}"
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype not in WEIGHTS:
+            return f"{name} is {dtype_name(tensor.dtype)}", one_of(WEIGHTS), f"cast {name}"
     rows = by_tokens(x)
     contiguous = "x.contiguous()" if x.dim() == 2 else "x.mT.contiguous().mT"
     if rows.shape[2] % CHANNELS:
@@ -129,9 +129,9 @@ def check_tensors(
     if bias is not None and bias.shape != (C,):
         got = f"bias has shape {tuple(bias.shape)}"
         raise ValueError(need(op, got, f"[channels] = ({C},)", "pass one number for each channel"))
-    for name, given in (("weight", weight), ("bias", bias)):
-        if given is not None and given.device != x.device:
-            got, fix = f"{name} is on {given.device}", f"pass {name}.to(x.device)"
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.device != x.device:
+            got, fix = f"{name} is on {tensor.device}", f"pass {name}.to(x.device)"
             raise ValueError(need(op, got, f"{x.device}, as x", fix))
     if activation not in ACTIVATIONS:
         got, fix = f"activation={activation!r}", "apply any other activation to the result"
@@ -140,14 +140,14 @@ def check_tensors(
 
 
 def check_packed(op: str, x: Tensor, cu_seqlens: Tensor) -> None:
-    """Raises ValueError unless cu_seqlens has the form of sequence boundaries of x [B, T, C]."""
+    """Raises ValueError unless cu_seqlens has the form of bounds of x [1, T, C]."""
     expect_tensors(op, cu_seqlens=cu_seqlens)
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         got = f"cu_seqlens is {dtype_name(cu_seqlens.dtype)}"
         raise ValueError(need(op, got, "int32 or int64", "cast it"))
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
         got = f"cu_seqlens has shape {tuple(cu_seqlens.shape)}"
-        fix = "pass the first token of each sequence, then the number of tokens"
+        fix = "pass 0 and the end of each sequence"
         raise ValueError(need(op, got, "[sequences + 1]", fix))
     if cu_seqlens.device != x.device:
         got, fix = f"cu_seqlens is on {cu_seqlens.device}", "pass cu_seqlens.to(x.device)"
@@ -179,9 +179,9 @@ def check_update(
         got = f"conv_state has shape {tuple(rows.shape)}"
         needs = f"[slots, channels, width - 1] with {C} channels and at least {W - 1} places"
         raise ValueError(need(op, got, needs, fix))
-    for name, given in (("conv_state", rows), ("out", out)):
-        if given is not None and (given.dtype, given.device) != (x.dtype, x.device):
-            got = f"{name} is {dtype_name(given.dtype)} on {given.device}"
+    for name, tensor in (("conv_state", rows), ("out", out)):
+        if tensor is not None and (tensor.dtype, tensor.device) != (x.dtype, x.device):
+            got = f"{name} is {dtype_name(tensor.dtype)} on {tensor.device}"
             raise ValueError(need(op, got, f"{dtype_name(x.dtype)} on {x.device}, as x", fix))
     if out is not None and out.shape != x.shape:
         got = f"out has shape {tuple(out.shape)}"
@@ -211,17 +211,17 @@ def check_indices(op: str, x: Tensor, rows: Tensor, indices: Tensor | None) -> N
 
 
 def check_slots(op: str, indices: Tensor, num_slots: int, null_slot: int) -> None:
-    """Raises ValueError if a slot is past the pool or int32, or two sequences share one."""
+    """Raises ValueError if a slot is past the pool or beyond int32, or if sequences share one."""
     check_words(op, "conv_state_indices", indices)
-    used = [slot for slot in indices.tolist() if slot > null_slot]
-    if len(set(used)) < len(used) or max(used, default=-1) >= num_slots:
+    slots = [slot for slot in indices.tolist() if slot > null_slot]
+    if len(set(slots)) < len(slots) or max(slots, default=-1) >= num_slots:
         needs = f"different slots below {num_slots}, or at most {null_slot} for padding"
         fix = "give each sequence a slot of its own"
         raise ValueError(need(op, f"conv_state_indices {indices.tolist()}", needs, fix))
 
 
 def refused_rows(op: str, rows: Tensor) -> str | None:
-    """Returns why a pool of last tokens cannot be overwritten in place, or None."""
+    """Returns why the pool of last tokens cannot be updated in place, or None."""
     if all(n == 1 or s for n, s in zip(rows.shape, rows.stride(), strict=True)):
         return None
     needs = "a place for each: they are overwritten"

@@ -1,9 +1,9 @@
-"""Layers of models that mix attention with gated delta nets, by the kernels of other families.
+"""Layers of models that mix attention with gated delta nets, on the kernels of other families.
 
 step.py                     a step of decoding: convolution, rule, norm and gate
 conv.py, conv_tables.py     the causal convolution over a shared-prompt layout, and its tables
-delta.py, delta_tables.py   the gated delta rule over one, and its tables
-layouts.py                  what both share
+delta.py, delta_tables.py   the gated delta rule over a shared-prompt layout, and its tables
+layouts.py                  the check of a layout, and the tables that it stores
 """
 
 from qla_kernels.hybrid.conv import prepare_conv1d, shared_prefix_conv1d

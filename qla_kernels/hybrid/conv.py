@@ -20,12 +20,12 @@ def shared_prefix_conv1d(
     layout: SharedLayout,
     activation: str | None = None,
 ) -> Tensor:
-    """Computes `causal_conv1d` over packed sequences that store shared beginnings once.
+    """Computes `causal_conv1d` over packed sequences that store shared prefixes once.
 
-    The tokens before a response's first are the last ones of its prompt, and so on up the tree;
-    they may lie in several nodes. Results and gradients equal those of running each sequence alone;
-    the gradient of a shared token is the sum over the sequences that contain it. Dtypes, strides
-    and derivatives are as in `causal_conv1d`.
+    The first tokens of a response see the last tokens of its prompt; in a deeper tree the window
+    may span several nodes. Results and gradients equal those of running each sequence alone; the
+    gradient of a shared token is the sum over the sequences that contain it. Dtypes, strides and
+    derivatives are as in `causal_conv1d`.
 
     On a GPU the first call with a layout builds the kernels' tables on the host. Call
     `prepare_conv1d` to build them earlier; torch.compile and CUDA graph captures require that.
@@ -34,7 +34,7 @@ def shared_prefix_conv1d(
         x: [T, channels] packed tokens, or [1, channels, T].
         weight: [channels, W], W from 2 to 4.
         bias: [channels]; 0 if None.
-        layout: of a packed batch (`batch.layout`), or SharedLayout.from_forest; on x's device.
+        layout: `batch.layout` of a packed batch, or SharedLayout.from_forest(..); on x's device.
         activation: None, "silu" or "swish".
 
     Returns:
@@ -54,7 +54,7 @@ def shared_prefix_conv1d(
 
 
 def prepare_conv1d(layout: SharedLayout, width: int) -> None:
-    """Builds the tables of `shared_prefix_conv1d` for this width, and copies them to the GPU.
+    """Builds the tables of `shared_prefix_conv1d` for a width, ahead of its first call.
 
     Raises ValueError if the width is not supported.
     """

@@ -40,16 +40,16 @@ def shared_prefix_gated_delta_rule(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes `chunk_gated_delta_rule` over packed sequences that store shared beginnings once.
+    """Computes `chunk_gated_delta_rule` over packed sequences that store shared prefixes once.
 
-    A response starts from the state in which its prompt ends, and so on down a tree; roots start
-    from 0. Results and gradients equal those of running each sequence alone; the gradient of a
-    shared token is the sum over the sequences that contain it. Two runs give the same bits. Dtypes,
-    strides, derivatives and the arguments that are not listed here are as in
-    `chunk_gated_delta_rule`. There are no initial states, and sequences are not cut over ranks.
+    Each node of the tree starts from the final state of its parent, such as a response from its
+    prompt's; roots start from 0. Results and gradients equal those of running each sequence alone;
+    the gradient of a shared token is the sum over the sequences that contain it. Two runs give the
+    same bits. Dtypes, strides, derivatives and the arguments that are not listed here are as in
+    `chunk_gated_delta_rule`. There are no initial states, and no sequences split over ranks.
 
-    The backward needs the end states of nodes with children. They are saved: 4 K V bytes for each
-    such node and value head. The states of responses are written only if they are asked for.
+    The final states of nodes with children are saved for the backward: 4 K V bytes per such node
+    and value head. Those of responses are written only with output_final_state.
 
     On a GPU the first call with a layout builds the kernels' tables on the host. Call
     `prepare_gated_delta_rule` to build them earlier; torch.compile and CUDA graph captures require
@@ -59,13 +59,13 @@ def shared_prefix_gated_delta_rule(
         q, k: [1, T, H, K] packed tokens.
         v: [1, T, HV, V].
         g, beta: [1, T, HV].
-        layout: of a packed batch (`batch.layout`), or SharedLayout.from_forest; on q's device.
+        layout: `batch.layout` of a packed batch, or SharedLayout.from_forest(..); on q's device.
         output_final_state: also return the state after each sequence.
 
     Returns:
         o [1, T, HV, V] in q's dtype, and the final states in fp32 (fp64 where q is fp64), or None.
-        Final states are [N, HV, K, V], one for each node of `layout.nodes` without children, in
-        packed order. A response without tokens is no node, and padding (`pad_to`) is one.
+        Final states are [N, HV, K, V], one per node of `layout.nodes` without children, in packed
+        order. A response without tokens has no node; padding (`pad_to`) has one.
 
     Raises:
         ValueError: the arguments do not fit together.
@@ -97,8 +97,8 @@ def shared_prefix_gated_delta_rule(
 
 
 def prepare_gated_delta_rule(layout: SharedLayout, output_final_state: bool = False) -> None:
-    """Builds the tables of `shared_prefix_gated_delta_rule`, and copies them to the GPU.
+    """Builds the tables of `shared_prefix_gated_delta_rule` ahead of its first call.
 
-    `output_final_state` is the one of the calls to come.
+    `output_final_state` must be that of the calls.
     """
     prepare(layout, flag(TREE_OP, "output_final_state", output_final_state))

@@ -1,4 +1,4 @@
-"""What the functions over a SharedLayout share: its check, its tree, and tables that it keeps."""
+"""Helpers of functions over a SharedLayout: its check, its tree, and the tables that it stores."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from qla_kernels.errors import need
 
 
 class PreparedTables(NamedTuple):
-    """Tables of a layout, and the stream on which they were filled."""
+    """Tables of a layout, and a handle that makes other streams wait for them."""
 
     tables: Any
     kept: Kept[Any]
@@ -34,19 +34,19 @@ def check_layout(op: str, name: str, x: Tensor, layout: SharedLayout) -> None:
 
 
 def parents(nodes: Tensor) -> list[int]:
-    """Returns each node's parent, or -1 for a root, from (first token, end, tout) of each [n, 3].
+    """Returns the parent of each node, -1 for roots; `nodes` [n, 3] is SharedLayout.nodes.
 
-    Nodes are in depth-first order and none is empty, as in SharedLayout.nodes: a node's ancestors
-    are the earlier nodes whose subtrees have not ended.
+    Nodes are in depth-first order, so a node's ancestors are the earlier nodes whose subtrees have
+    not ended.
     """
-    found: list[int] = []
+    parents_of: list[int] = []
     path: list[tuple[int, int]] = []  # (tout, node)
     for node, (first, _, tout) in enumerate(nodes.tolist()):
         while path and path[-1][0] <= first:
             path.pop()
-        found.append(path[-1][1] if path else -1)
+        parents_of.append(path[-1][1] if path else -1)
         path.append((tout, node))
-    return found
+    return parents_of
 
 
 def tables_of(
@@ -55,7 +55,7 @@ def tables_of(
     build: Callable[[], tuple[Any, Tensor]],
     missing: Callable[[str], str],
 ) -> Any:
-    """Returns the tables that the layout keeps under `key`; the first call builds and copies them.
+    """Returns the layout's tables for `key`; the first call builds them and copies them.
 
     The copy to a GPU does not block the host. A call on another stream makes that stream wait for
     the copy; compiled code does not. Raises ValueError if the tables would have to be built inside
@@ -63,7 +63,7 @@ def tables_of(
 
     Args:
         build: returns the tables on the layout's device, and the buffer that they are views of.
-        missing: returns the text of that error, for what the call has to come before.
+        missing: returns the error's text, given what the tables must be built before.
     """
     ready: PreparedTables | None = layout.further.get(key)
     if ready is None:

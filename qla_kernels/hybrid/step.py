@@ -38,35 +38,35 @@ def decode_gated_delta_net(
     z_activation: str = "silu",
     out: Tensor | None = None,
 ) -> Tensor:
-    """Runs one token of each of N sequences through a layer between its projections.
+    """Decodes one token of each of N sequences in a layer, from input to output projection.
 
-    `causal_conv1d_update` on mixed_qkv, then `packed_decode_gated_delta_rule` on what it returns:
-    two launches. With z the second one loads its states while the first one runs. Results have the
-    bits of the two calls. Not differentiable.
+    Runs `causal_conv1d_update` on mixed_qkv, then `packed_decode_gated_delta_rule` on the result,
+    in two launches with the same bits. With z the second launch loads its states while the first
+    one runs. Not differentiable.
 
     Args:
-        mixed_qkv: [N, 2 H K + HV V], of each sequence what the projection returned: H queries, H
-            keys and HV values. It is not changed.
+        mixed_qkv: [N, 2 H K + HV V], the output of the projection: H queries, H keys and HV values
+            of each sequence. It is not changed.
         conv_state: the pool of last tokens [slots, 2 H K + HV V, width - 1 or more], as in
             `causal_conv1d_update`.
         conv_weight, conv_bias, conv_activation: the convolution's; [2 H K + HV V, width].
         state_indices: [N]; a sequence has the same slot in both pools. A sequence of padding
             changes neither, and its results are 0.
 
-    All others are as in `packed_decode_gated_delta_rule`, and so are results and errors.
+    Other arguments, results and errors are those of `packed_decode_gated_delta_rule`.
     """
-    given = (
+    arguments = (
         mixed_qkv, a, b, A_log, dt_bias, initial_state, state_indices, conv_state, conv_weight,
         conv_bias, conv_activation, scale, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first,
         null_slot, z, norm_weight, norm_eps, z_activation, out,
     )  # fmt: skip
-    found = None if torch.compiler.is_compiling() else STEPS.find(*given)
-    if type(found) is tuple:
+    lookup = None if torch.compiler.is_compiling() else STEPS.find(*arguments)
+    if type(lookup) is tuple:
         for x in (initial_state, conv_state, out):
             if x is not None:
                 torch.autograd.graph.increment_version(x)
-        return out if out is not None else found[0]
-    rule = *given[:7], *given[11:]
+        return out if out is not None else lookup[0]
+    rule = *arguments[:7], *arguments[11:]
     step = checked_step(OP, *rule)
     convolution = mixed_qkv, conv_state, conv_weight, conv_bias
     check_update(OP, *convolution, conv_activation, state_indices, null_slot, None)
@@ -78,5 +78,5 @@ def decode_gated_delta_net(
         conv_update(*convolution, state_indices, null_slot, silu, rows)
         return step(rows, True)
 
-    done = STEPS.record(given, run) if found is RECORD else run()
-    return out if out is not None else done[0]
+    results = STEPS.record(arguments, run) if lookup is RECORD else run()
+    return out if out is not None else results[0]
