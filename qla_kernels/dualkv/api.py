@@ -50,17 +50,17 @@ def shared_prefix_attention(
     deterministic: bool | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Computes attention over packed sequences that store shared beginnings once; differentiable.
+    """Computes attention over packed sequences that store shared prefixes once; differentiable.
 
-    A response token sees its prompt and, causally, its own response; a prompt token sees its prompt
+    A response token sees its prompt and, causally, its own response. A prompt token sees its prompt
     causally:
 
         o_q = sum_k softmax_k(scale q_q . k_k) v_k    over the k with k <= q < layout.tout[k]
 
     Results and gradients equal those of running each sequence alone; the gradient of a shared token
-    is the sum over the sequences that contain it. q, k and v have one dtype. CPU tensors may have
-    any strides, in bf16, fp16, fp32 or fp64. CUDA tensors need a Hopper GPU, bf16 or fp16, D of 64,
-    128 or 256, a last stride of 1, and other strides that are multiples of 16 bytes.
+    is the sum over the sequences that contain it. q, k and v have one dtype. On a CPU they may have
+    any strides, in bf16, fp16, fp32 or fp64. A GPU must be a Hopper; it needs bf16 or fp16, D of
+    64, 128 or 256, a last stride of 1, and other strides that are multiples of 16 bytes.
 
     On a GPU the first call with a layout builds the kernels' tables on the host. Call
     `layout.prepare` to build them earlier; torch.compile and CUDA graph captures require that.
@@ -70,18 +70,17 @@ def shared_prefix_attention(
     Args:
         q: [T, H, D] packed tokens.
         k, v: [T, Hk, D], H a multiple of Hk; query head h reads key head h // (H / Hk).
-        layout: of a packed batch (`batch.layout`), or SharedLayout.from_lengths; on q's device.
+        layout: `batch.layout` of a packed batch, or SharedLayout.from_lengths(..); on q's device.
         scale: factor of the scores; D ** -0.5 if None.
-        deterministic: True if all gradients must be bitwise repeatable. On a GPU at D = 128 this
-            is slower, because dq is otherwise added up by atomics. None uses the setting of
+        deterministic: True makes all gradients bitwise repeatable. On a GPU at D = 128 this is
+            slower, because dq is otherwise summed by atomics. None uses the setting of
             torch.use_deterministic_algorithms. Results, dk and dv are always repeatable, and so is
             dq at D = 64, at D = 256 and on the CPU.
-        return_lse: also return lse, the natural logarithm of the sum of exponentials. lse is
-            differentiable as well.
+        return_lse: also return the log-sum-exp of each row's scores, which is differentiable too.
 
     Returns:
-        o [T, H, D] in q's dtype. With return_lse the pair (o, lse), lse [H, T] in fp32 (fp64 if q
-        is fp64).
+        o [T, H, D] in q's dtype; with return_lse (o, lse), with lse [H, T] in fp32 (fp64 if q is
+        fp64).
 
     Raises:
         ValueError: the arguments do not fit together.
@@ -107,10 +106,10 @@ def attend(
     return_lse: bool,
     q_shift: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """Runs a call whose arguments have been checked; returns (o, lse), lse None without return_lse.
+    """Runs a checked call; returns (o, lse), with lse None without return_lse.
 
-    Row i of q is packed token i + q_shift. Under QLA_CHECK=1 the layout's contents are checked
-    first, which waits for the device.
+    Row i of q is packed token i + q_shift. Under QLA_CHECK=1 it first checks the layout's contents,
+    which waits for the device.
     """
     if checks_contents():
         check_contents(layout)
@@ -121,8 +120,8 @@ def attend(
     if q.is_cuda:
         tables = layout.prepare(q.shape[1], k.shape[1], q_shift, q.shape[2])
     if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
-        done = ops.forward(q, k, v, tuple(tables), scale, q_shift)  # autograd takes time
-        return done.o, natural_lse(done.lse2) if return_lse else None
+        results = ops.forward(q, k, v, tuple(tables), scale, q_shift)  # autograd takes time
+        return results.o, natural_lse(results.lse2) if return_lse else None
     o, lse = SharedPrefixAttention.apply(  # type: ignore[no-untyped-call]
         q, k, v, scale, q_shift, deterministic, return_lse, *tables
     )

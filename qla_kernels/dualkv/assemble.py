@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qla_kernels.dualkv.batch import SharedBatch, taken
-from qla_kernels.dualkv.plan import layout_of_nodes, moved, run, whole
+from qla_kernels.dualkv.plan import layout_of_nodes, moved, run, tensor_of
 from qla_kernels.dualkv.tokens import check_positions, check_targets
 
 
@@ -57,8 +57,8 @@ def assemble(
     sources = _cat(path[member.targets - 1] for path, member in on_path)
     is_source = sources.new_zeros(layout.num_tokens, dtype=torch.bool).index_fill(0, sources, True)
     target_rows = _cat(path[member.targets] for path, member in on_path)
-    counts = whole(len(member.targets) for member in members)
-    order = whole(member.number for member in members)
+    counts = tensor_of(len(member.targets) for member in members)
+    order = tensor_of(member.number for member in members)
 
     there = source.device
     if (read := source if read is None else read).is_cpu:
@@ -79,9 +79,9 @@ def assemble(
         src_rows=moved(is_source.nonzero()[:, 0], there),
         src_inv=moved(is_source.cumsum(0)[sources] - 1, there),
         targets=input_ids[moved(target_rows, there)],
-        target_cu=moved(whole([0, *accumulate(counts.tolist())]), there),
+        target_cu=moved(tensor_of([0, *accumulate(counts.tolist())]), there),
         order=moved(order, there),
-        group_of=moved(whole(member.group for member in members), there),
+        group_of=moved(tensor_of(member.group for member in members), there),
         row=moved(order.repeat_interleave(counts), there),
         column=moved(_cat(member.targets - member.origin for member in members), there),
         paths=tuple(paths),
@@ -105,9 +105,9 @@ def _multiplicity(nodes: Sequence[Node], members: Sequence[Member], padding: int
     times = [0] * len(nodes)
     for i in chain.from_iterable(member.nodes for member in members):
         times[i] += 1
-    lengths = whole([*(node.length for node in nodes), padding])
-    return whole([*times, 0]).int().repeat_interleave(lengths)
+    lengths = tensor_of([*(node.length for node in nodes), padding])
+    return tensor_of([*times, 0]).int().repeat_interleave(lengths)
 
 
 def _cat(parts: Iterable[Tensor]) -> Tensor:
-    return torch.cat([whole([]), *parts])
+    return torch.cat([tensor_of([]), *parts])

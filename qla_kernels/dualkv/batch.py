@@ -1,8 +1,8 @@
 """`SharedBatch`: packed tokens, their layout, and the mapping back to the caller's sequences.
 
-The packers (pack_shared_prompts, pack_padded, pack_prefix_tree) build it. Its methods do not wait
-for a GPU, apart from `to_replicated`, copies to the CPU and the checks of QLA_CHECK=1: sizes are
-host numbers, and the other indices lie on the device of the tokens.
+pack_shared_prompts, pack_padded and pack_prefix_tree build it. Its methods do not wait for a GPU,
+apart from `to_replicated`, copies to the CPU, and checks under QLA_CHECK=1: sizes are host numbers,
+and indices are on the device of the tokens.
 """
 
 import functools
@@ -25,10 +25,11 @@ log = logging.getLogger("qla_kernels")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SharedBatch:
-    """T packed tokens of S sequences with L targets: the tokens whose log-probability is wanted.
+    """S sequences in T packed tokens, of which L are targets; made by the pack_* functions.
 
-    A target's logits come from the token before it. The last token of a prompt predicts the first
-    token of every response, so its row of logits is computed once: M rows serve L targets.
+    Targets are the tokens whose log-probability is computed, from the logits of the token before.
+    The last token of a prompt predicts the first token of every response, so M rows of logits serve
+    L targets.
 
     Targets are ordered by sequence, in packed order. `column` is a target's column in the caller's
     padded tensors: the token's index in its response, or in the whole sequence if the batch comes
@@ -37,11 +38,11 @@ class SharedBatch:
 
     layout: SharedLayout
     input_ids: Tensor  # [T]
-    position_ids: Tensor  # [T], or [.., T] as given; a node continues where its parent ended
+    position_ids: Tensor  # [T], or [.., T] as passed; a node continues where its parent ended
     take: Tensor  # [T] index into the caller's tokens, laid end to end; -1 for padding
     multiplicity: Tensor  # [T] int32, number of sequences that contain the token; 0 for padding
     src_rows: Tensor  # [M] packed tokens that predict a target, ascending
-    src_inv: Tensor  # [L] each target's index into src_rows
+    src_inv: Tensor  # [L] index of each target into src_rows
     targets: Tensor  # [L] token ids
     target_cu: Tensor  # [S + 1] sequence s has the targets target_cu[s] to target_cu[s + 1]
     order: Tensor  # [S] the caller's number of each sequence
@@ -53,7 +54,7 @@ class SharedBatch:
     width: int  # the smallest width of a padded tensor that holds every column
 
     def __repr__(self) -> str:
-        """Returns the numbers of sequences, groups and tokens; reads no tensor on a GPU."""
+        """Returns a text with the numbers of sequences, groups and tokens; reads no GPU tensor."""
         groups = len({int(path[0]) for path in self.paths})
         sizes = f"{self.num_sequences} sequences of {groups} groups in {self.num_tokens} tokens"
         return f"SharedBatch({sizes} on {self.layout.tout.device}, {self.rho:.2f} times fewer)"
@@ -70,12 +71,12 @@ class SharedBatch:
 
     @property
     def rho(self) -> float:
-        """Tokens of all sequences without sharing, divided by packed tokens."""
+        """Number of tokens without sharing, divided by the number of packed tokens."""
         return _ratio(sum(len(path) for path in self.paths), self.num_tokens)
 
     @property
     def pair_ratio(self) -> float:
-        """Visible (query, key) pairs without sharing, divided by those of the layout.
+        """Number of (query, key) pairs without sharing, divided by that of the layout.
 
         Pairs measure the work of attention.
         """
@@ -84,18 +85,18 @@ class SharedBatch:
 
     def to(self, device: torch.device | str) -> "SharedBatch":
         """Returns a copy of the batch on `device`; a copy to a GPU does not wait for it."""
-        there: dict[str, Any] = {"layout": self.layout.to(device)}
+        copies: dict[str, Any] = {"layout": self.layout.to(device)}
         for field in fields(self):
             if isinstance(x := getattr(self, field.name), Tensor):
-                there[field.name] = moved(x, device)
-        return replace(self, **there)
+                copies[field.name] = moved(x, device)
+        return replace(self, **copies)
 
     def model_inputs(self) -> dict[str, Any]:
-        """Returns all keywords of a call `model(**batch.model_inputs())` of a transformers model.
+        """Returns the keywords of a call of a transformers model: `model(**batch.model_inputs())`.
 
-        Its attention is ours (`integrations.transformers_dualkv`). Logits are those of the tokens
-        src_rows, `out.logits[0]` as `gather_logprobs` takes them. Logs a warning once if tokens
-        were packed and none is a target: then there are no logits.
+        The model's attention must be ours: see `integrations.transformers_dualkv`. The model
+        returns the logits of tokens src_rows; pass `out.logits[0]` to `gather_logprobs`. Logs a
+        warning once if no token is a target, because there are no logits then.
         """
         if not len(self.targets) and 0 not in self.source_shape:  # padding alone has 0 tokens
             _warn_of_no_targets()
@@ -108,20 +109,20 @@ class SharedBatch:
         }
 
     def prepare(self, num_heads: int, kv_heads: int, head_dim: int = 128) -> None:
-        """Builds the attention kernels' tables for these heads ahead of the first call."""
+        """Builds the attention kernels' tables for these heads, ahead of the first call."""
         self.layout.prepare(num_heads, kv_heads, head_dim=head_dim)
 
     def pack(self, x: Tensor) -> Tensor:
-        """Returns x, a tensor over the tokens given to the packer, over packed tokens: [T, ...].
+        """Rearranges a tensor over the caller's tokens, [*source_shape, ...], to [T, ...].
 
-        The first dimensions of x are `source_shape`; another shape raises ValueError. Padding
-        tokens get 0. A shared token gets the entry of the first sequence that contains it.
+        Padding tokens get 0. A shared token gets the entry of the first sequence that contains it.
+        Raises ValueError if x has another shape.
         """
         expect_tensors("SharedBatch.pack", x=x)
         dims = len(self.source_shape)
         if x.shape[:dims] != self.source_shape:
-            needs = f"{self.source_shape} and further dimensions, an entry for each token packed"
-            fix = "pass a tensor that begins with the shape of the packed tokens"
+            needs = f"{self.source_shape} and further dimensions, an entry for each token"
+            fix = "pass a tensor that begins with the shape of the tokens that were packed"
             got = f"x has shape {tuple(x.shape)}"
             raise ValueError(need("SharedBatch.pack", got, needs, fix))
         return taken(x.flatten(0, dims - 1), self.take)
@@ -144,7 +145,7 @@ class SharedBatch:
         Args:
             logits: [M, vocabulary], the logits of the tokens src_rows; any float dtype.
             temperature: divides the logits.
-            entropy: also return [L] entropies: that of the distribution that predicts each target.
+            entropy: also return [L], the entropy of the distribution that predicts each target.
 
         Raises:
             ValueError: logits of another shape, dtype or device, a temperature that is not a
@@ -189,11 +190,11 @@ class SharedBatch:
                     raise ValueError(need(OP, f"a target is {token}", needs, fix))
 
     def to_padded(self, x: Tensor, width: int | None = None, fill: float = 0.0) -> Tensor:
-        """Returns one value per target, x [L, ...], as [S, width, ...].
+        """Returns x [L, ...], one value per target, as [S, width, ...] in the caller's order.
 
-        The row is the caller's sequence, and the column is the target's `column`. Other entries are
-        `fill`. `width` defaults to `self.width`, the least that holds all columns; a smaller one
-        raises ValueError, and so does another number of rows of x.
+        The value of a target goes to row `row` and column `column`; other entries are `fill`.
+        `width` defaults to `self.width`, the smallest possible. Raises ValueError if `width` is
+        smaller or x does not have L rows.
         """
         op = "SharedBatch.to_padded"
         expect_tensors(op, x=x)
@@ -212,10 +213,10 @@ class SharedBatch:
         return padded.index_put((self.row, self.column), x)
 
     def from_padded(self, x: Tensor) -> Tensor:
-        """Returns the targets' entries of x [S, width, ...] as [L, ...]; inverts `to_padded`.
+        """Returns the entries of x [S, width, ...] at the targets as [L, ...]; inverts `to_padded`.
 
-        x is in the caller's order of sequences, such as a tensor of advantages. ValueError if it
-        has other sequences or fewer columns than `self.width`.
+        x is in the caller's order of sequences, such as a tensor of advantages. Raises ValueError
+        if it does not have S rows and at least `self.width` columns.
         """
         expect_tensors("SharedBatch.from_padded", x=x)
         if x.dim() < 2 or x.shape[0] != self.num_sequences or x.shape[1] < self.width:
@@ -228,9 +229,8 @@ class SharedBatch:
     def to_replicated(self, x: Tensor) -> list[Tensor]:
         """Returns a list of S tensors: the entries of x [T, ...] for the tokens of each sequence.
 
-        Sequences are in the caller's order. Meant for comparisons with unshared runs: this is the
-        only method that makes replicas, and it waits for the device. Raises ValueError if x has
-        other rows.
+        Sequences are in the caller's order. Use it to compare with unshared runs: it copies shared
+        tokens, and waits for the device. Raises ValueError if x does not have T rows.
         """
         op = "SharedBatch.to_replicated"
         expect_tensors(op, x=x)
@@ -246,7 +246,7 @@ class SharedBatch:
 
 @functools.cache  # once, and not for every batch
 def _warn_of_no_targets() -> None:
-    """Warns that a call makes no logits, as for prompts without responses."""
+    """Warns that a model returns no logits for this batch, such as prompts without responses."""
     fix = "for log-probabilities of prompts use pack_prefix_tree(prompts); for logits of every "
     fix += "token pass model(**(batch.model_inputs() | {'logits_to_keep': 0}))"
     got, needs = "a batch without targets", "one, or the model returns no logits"

@@ -1,8 +1,8 @@
-"""`dualkv_varlen`: the argument form of published shared-prompt kernels, for code that used them.
+"""`dualkv_varlen`: the signature of published shared-prompt kernels, for code that calls them.
 
-A call has one group, with keys and values of prompt and responses in two tensors. This function
-concatenates them, which copies Hk heads of keys and values; code that can change should pack its
-batch and call `shared_prefix_attention`.
+A call has one group, with keys and values of prompt and responses in separate tensors. The function
+copies keys and values to concatenate them; new code should pack a batch and call
+`shared_prefix_attention`.
 """
 
 from itertools import accumulate, pairwise
@@ -37,10 +37,10 @@ def dualkv_varlen(
     *,
     layout: SharedLayout | None = None,
 ) -> Tensor:
-    """Computes attention of N responses of R_i tokens that share one prompt of P; differentiable.
+    """Computes attention of N responses that share one prompt; differentiable.
 
-    q comes in one of two forms: the responses' queries alone, q_i = R_i, or with the prompt's
-    queries in front of the first response's, q_0 = P + R_0.
+    The prompt has P tokens, response i has R_i. q holds the queries of the responses alone
+    (q_i = R_i), or also those of the prompt, in front of the first response (q_0 = P + R_0).
 
     Args:
         q: [sum q_i, H, D].
@@ -162,7 +162,7 @@ def _check_bounds(name: str, bounds: Tensor) -> None:
 
 
 def _on_the_host(*bounds: Tensor) -> bool:
-    """Returns whether the bounds can be read without a wait: on the CPU, and not while tracing."""
+    """Returns whether the bounds can be read without a wait: they are on the CPU, not traced."""
     return all(x.is_cpu for x in bounds) and not torch.compiler.is_compiling()
 
 

@@ -1,7 +1,7 @@
 """`plan_microbatches`: distributes groups over micro-batches, and micro-batches over ranks.
 
-A micro-batch stores a group's prompt once, so groups are kept together: a group of n responses
-that is cut into m pieces stores m prompts and keeps (n - m) / (n - 1) of the tokens saved.
+Each piece of a group stores the prompt again, so groups are split as little as possible: n
+responses in m pieces save (n - m) / (n - 1) of what they save in one piece.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -22,7 +22,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Piece(NamedTuple):
-    """A group's prompt with some or all of its responses, by their index in the group."""
+    """A group's prompt with some or all of its responses, given by index in the group."""
 
     group: int
     responses: tuple[int, ...]
@@ -38,23 +38,23 @@ def plan_microbatches(
     ranks: int = 1,
     token_cost: float = TOKEN_COST,
 ) -> list[list[MicroBatch]]:
-    """Returns for each rank a list of micro-batches, each a list of Pieces.
+    """Distributes groups over micro-batches and ranks; returns each rank's list of micro-batches.
 
-    A micro-batch has at most max_tokens packed tokens, each piece's prompt included. Every rank
-    gets the same number of micro-batches, because collectives need that: the costliest
-    micro-batches of several pieces are halved until the number is a multiple of `ranks`; where that
-    does not suffice, ranks get empty ones at the end. Each rank's micro-batches are in descending
-    order of cost, so that ranks run similar ones at the same time.
+    A micro-batch is a list of Pieces with at most max_tokens packed tokens, prompts included. Every
+    rank gets the same number of micro-batches, because collectives need that: the costliest
+    micro-batches of several pieces are halved until the number is a multiple of `ranks`; if that
+    does not suffice, some ranks get empty micro-batches at the end. Each rank runs its costliest
+    micro-batch first, so that ranks run similar ones at the same time.
 
     Args:
         groups: (tokens of the prompt, tokens of each response).
-        max_tokens: limit of packed tokens in a micro-batch. Only a group with more is cut.
+        max_tokens: limit of packed tokens in a micro-batch. Only larger groups are split.
         ranks: number of data-parallel ranks; each gets about the same cost.
-        token_cost: cost of a token outside attention, in units of one visible (query, key) pair:
-            weights of a layer / (2 H D). 0 counts attention alone.
+        token_cost: cost of a token outside attention, in units of one (query, key) pair: weights of
+            a layer / (2 H D). 0 counts attention alone.
 
     Raises:
-        ValueError: an argument of another type or out of range, or a prompt and a response that
+        ValueError: an argument has a wrong type or is out of range, or a prompt and a response
             together exceed max_tokens.
     """
     ranks, limit, token_cost = _settings(ranks, max_tokens, token_cost)

@@ -25,7 +25,7 @@ log = logging.getLogger("qla_kernels")
 
 
 class PaddedGroup(NamedTuple):
-    """Rows with the same prompt; `plan_microbatches` takes the pair (prompt, responses)."""
+    """Rows with the same prompt. (prompt, responses) is a group for `plan_microbatches`."""
 
     rows: list[int]
     prompt: int  # tokens
@@ -42,27 +42,26 @@ def pack_padded(
     position_ids: Tensor | None = None,
     pad_to: int | None = None,
 ) -> SharedBatch:
-    """Returns a packed batch of padded rows (veRL's or TRL's layout), each distinct prompt once.
+    """Packs padded rows, as in veRL and TRL, into a batch that stores each distinct prompt once.
 
-    All tokens of responses are targets. Sequences are numbered by row. Tensors on a GPU are read
-    back, so the host waits once per batch, not per layer.
+    All tokens of responses are targets. Sequences are numbered by row. Tensors on a GPU are copied
+    to the host, which waits for them once per batch.
 
     Args:
         input_ids: [B, W] rows; the prompt ends at prompt_width, and the response begins there.
-        attention_mask: [B, W] nonzero where there is a token: no gap inside a prompt or a response.
-        prompt_width: number of columns that hold prompts.
+        attention_mask: [B, W], 0 for padding, without gaps inside a prompt or a response.
+        prompt_width: number of columns of prompts.
         group_ids: B labels, such as veRL's uid; rows with equal labels share one prompt. If None,
             rows with equal prompt tokens form a group, and a warning is logged once if all differ.
             The rows of a group need not be adjacent.
-        verify: compare the prompts of each group's rows, and their position_ids; ValueError if
-            they differ.
+        verify: raise ValueError if the rows of a group differ in prompt tokens or position_ids.
         position_ids: [.., B, W], used unchanged, for models whose positions do not count from 0.
-            If None, each response's positions continue at its prompt's length.
+            If None, the positions of a response continue from its prompt.
         pad_to: appends padding tokens up to this total. They have id 0 and see only each other.
 
     Raises:
-        ValueError: shapes that do not fit, a row without a prompt, padding inside a prompt or a
-            response, or prompts that differ within a group.
+        ValueError: shapes do not fit, a row has no prompt, a prompt or response has padding inside,
+            or prompts differ within a group.
     """
     prompt_width = _check_shapes(input_ids, attention_mask, prompt_width)
     if position_ids is not None:
@@ -94,10 +93,10 @@ def padded_groups(
     group_ids: Sequence[Hashable] | Tensor | None = None,
     verify: bool = True,
 ) -> list[PaddedGroup]:
-    """Returns the groups that `pack_padded` would form, ordered by their first rows.
+    """Returns the groups of `pack_padded`, ordered by their first rows, without packing.
 
-    `plan_microbatches` takes [(group.prompt, group.responses), ..]. Arguments and errors are those
-    of `pack_padded`.
+    Pass [(group.prompt, group.responses), ..] to `plan_microbatches`. Arguments and errors are
+    those of `pack_padded`.
     """
     prompt_width = _check_shapes(input_ids, attention_mask, prompt_width)
     verify = flag(OP, "verify", verify)
@@ -127,14 +126,14 @@ def padded_groups(
 
 @functools.cache  # once, and not for every batch
 def _warn(rows: int, prompt_width: int) -> None:
-    """Warns that no prompt is shared, as with a prompt_width that is too large."""
+    """Warns that no two rows share a prompt, for example because prompt_width is too large."""
     got = f"no two of {rows} rows have the same tokens left of prompt_width={prompt_width}"
     fix = "check prompt_width; pass group_ids if this is meant"
     log.warning("%s", need(OP, got, "rows that share a prompt, or nothing is saved", fix))
 
 
 def _labels(group_ids: Any, num_rows: int) -> list[Hashable]:
-    """Returns the label of each row; ValueError if group_ids is no list of a label for each row."""
+    """Returns the label of each row; ValueError unless group_ids has one label for each row."""
     needs, fix = (
         f"{num_rows}, one for each row",
         "pass a list of labels, or None to compare prompts",

@@ -1,9 +1,9 @@
-"""`SharedLayout`: which packed token sees which, in a batch whose sequences share their beginnings.
+"""`SharedLayout`: which packed token sees which, in a batch of sequences with shared prefixes.
 
-Tokens are packed depth first: each group's prompt, then its responses; in general each node of a
+Tokens are packed depth first: each group's prompt, then its responses; in general, each node of a
 prefix tree, then its children. A key is visible to the queries from its own token to `tout`, the
-end of its node's subtree. The layout is computed from lengths, which the host knows, so nothing
-here waits for a device.
+end of its node's subtree. Layouts are computed from lengths on the host, so nothing here waits for
+a device.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,10 +26,10 @@ from qla_kernels.sm90 import alternatives
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SharedLayout:
-    """Visibility among the packed tokens 0..T-1: query q sees key k if k <= q < tout[k].
+    """Which of the packed tokens 0..T-1 see each other: query q sees key k if k <= q < tout[k].
 
-    It is a dataclass and not a tuple: wrappers that move a model's arguments to its GPU move the
-    tensors inside tuples, and `nodes` has to stay on the host.
+    Make one with `from_lengths` or `from_forest`. Not a tuple: wrappers that move a model's
+    arguments to a GPU would move the tensors of a tuple, and `nodes` must stay on the host.
     """
 
     tout: Tensor  # int32 [T]
@@ -41,7 +41,7 @@ class SharedLayout:
     def __post_init__(self) -> None:
         """Raises ValueError unless nodes are a depth-first forest of the T tokens.
 
-        Compares the values of `tout` on the CPU alone: on a GPU that would wait for it.
+        Also compares `tout` with the nodes, unless it is on a GPU, for which that would wait.
         """
         _check_tensors(self.tout, self.nodes)
         check_nodes(self.nodes, len(self.tout))
@@ -49,7 +49,7 @@ class SharedLayout:
             check_tout(self.tout, self.nodes)
 
     def __repr__(self) -> str:
-        """Returns the numbers of tokens and nodes; reads no tensor on a GPU."""
+        """Returns a text with the numbers of tokens and nodes; reads no tensor on a GPU."""
         sizes = f"{self.num_tokens} tokens in {len(self.nodes)} nodes"
         return f"SharedLayout({sizes} on {self.tout.device})"
 
@@ -61,15 +61,16 @@ class SharedLayout:
         pad_to: int | None = None,
         device: torch.device | str | None = None,
     ) -> "SharedLayout":
-        """Returns the layout of groups (prompt tokens, tokens of each response); lengths may be 0.
+        """Returns the layout of prompts and responses with these numbers of tokens.
 
         Args:
-            groups: in packed order. A group without responses is a sequence of its prompt alone.
+            groups: pairs (tokens of the prompt, [tokens of each response]) in packed order; lengths
+                may be 0. A group without responses is a sequence of its prompt alone.
             pad_to: appends padding tokens up to this total; they see only each other.
             device: device of `tout`; the CPU if None.
 
         Raises:
-            ValueError: a group of another form, or pad_to less than the tokens.
+            ValueError: a group has a wrong form, or there are more than pad_to tokens.
         """
         op = "SharedLayout.from_lengths"
         lengths: list[int] = []
@@ -90,9 +91,14 @@ class SharedLayout:
     ) -> "SharedLayout":
         """Returns the layout of a forest of nodes in depth-first order.
 
-        `lengths` are each node's tokens, `parents` each node's parent index, or -1 for a root.
-        `pad_to` and `device` are as in `from_lengths`. Raises ValueError if the order is not depth
-        first, a length is negative, or pad_to is less than the tokens.
+        Args:
+            lengths: number of tokens of each node.
+            parents: index of each node's parent, -1 for a root.
+            pad_to, device: as in `from_lengths`.
+
+        Raises:
+            ValueError: the order is not depth first, a length is negative, or there are more than
+                pad_to tokens.
         """
         op = "SharedLayout.from_forest"
         lengths, parents = _integers(op, "lengths", lengths), _integers(op, "parents", parents)
@@ -113,13 +119,12 @@ class SharedLayout:
     def prepare(
         self, num_heads: int, kv_heads: int, q_shift: int = 0, head_dim: int = 128
     ) -> Tables:
-        """Returns the kernels' tables for these heads; the first call builds and copies them.
+        """Returns the attention kernels' tables for these heads; the first call builds them.
 
-        Head sizes with the same tiles share tables: 64 and 128 do. All layers and the backward
-        share the tables. The copy to the GPU does not block the host, and nothing is read back. A
-        call on another stream makes that stream wait for the copy; compiled code does not. Raises
-        ValueError if the tables would have to be built inside compiled code or during the capture
-        of a CUDA graph: call `prepare` before that, on the same stream.
+        All layers and the backward share the tables, and so do head sizes 64 and 128. The copy to
+        the GPU does not block the host. A call on another stream makes that stream wait for the
+        copy; compiled code does not. Tables cannot be built inside compiled code or during the
+        capture of a CUDA graph, which raises ValueError: call `prepare` before, on the same stream.
         """
         key = num_heads, kv_heads, q_shift, KEY_TILES.get(head_dim)
         ready = self.prepared.get(key)
@@ -133,18 +138,18 @@ class SharedLayout:
             return ready.kept.here()
 
     def _built(self, key: "Key", head_dim: int) -> "Prepared":
-        """Builds the tables for key = (num_heads, kv_heads, q_shift, tiles), copies them."""
+        """Builds the tables for key = (num_heads, kv_heads, q_shift, tiles) and copies them."""
         num_heads, kv_heads, q_shift, tiles = key
         _check_heads(num_heads, kv_heads)
         if tiles is None:
             got, fix = f"head_dim={head_dim}", "pass the head size of q"
             raise ValueError(need("SharedLayout.prepare", got, alternatives(HEAD_SIZES), fix))
-        given = num_heads, kv_heads, q_shift, head_dim
+        numbers = num_heads, kv_heads, q_shift, head_dim
         if torch.compiler.is_compiling():
-            raise ValueError(_not_prepared(given, "the function that is compiled"))
+            raise ValueError(_not_prepared(numbers, "the function that is compiled"))
         with device.of(self.tout):
             if self.tout.is_cuda and device.capturing():
-                raise ValueError(_not_prepared(given, "the capture of a CUDA graph"))
+                raise ValueError(_not_prepared(numbers, "the capture of a CUDA graph"))
             built = tables.build(self.nodes, num_heads, kv_heads, q_shift, tiles)
             there = moved(tables.one_buffer(built), self.tout.device)
             views, gpu = tables.views(there, built), there.get_device()
@@ -161,7 +166,7 @@ class SharedLayout:
 
 
 def _unchecked(tout: Tensor, nodes: Tensor) -> SharedLayout:
-    """Returns a layout of tensors that need no check: it costs as much as building them."""
+    """Returns a layout without checking it: a check costs as much as building the tensors."""
     layout = object.__new__(SharedLayout)
     vars(layout).update(tout=tout, nodes=nodes, prepared={}, further={})
     return layout
@@ -222,9 +227,9 @@ class Prepared(NamedTuple):
     by_default: bool  # on the default stream
 
 
-def _not_prepared(given: tuple[int, int, int, int], before: str) -> str:
-    """Returns the text of an error: the tables are missing where they cannot be built."""
-    num_heads, kv_heads, q_shift, head_dim = given
+def _not_prepared(numbers: tuple[int, int, int, int], before: str) -> str:
+    """Returns the text of an error: tables are missing, and cannot be built here."""
+    num_heads, kv_heads, q_shift, head_dim = numbers
     heads = f"{num_heads}, {kv_heads}" + (f", {q_shift}" if q_shift else "")
     if KEY_TILES[head_dim] != KEY_TILES[128]:
         heads += f", head_dim={head_dim}"
@@ -244,7 +249,7 @@ def _check_heads(num_heads: int, kv_heads: int) -> None:
         raise ValueError(need(op, got, needs, "pass the heads of q, then those of k"))
 
 
-def whole(numbers: Iterable[int]) -> Tensor:
+def tensor_of(numbers: Iterable[int]) -> Tensor:
     """Returns an int64 CPU tensor of the numbers, whatever torch's default device is."""
     return torch.tensor(list(numbers), dtype=torch.long, device="cpu")
 
@@ -270,17 +275,17 @@ def layout_of_nodes(
     pad_to: int | None,
     device: torch.device | str | None,
 ) -> SharedLayout:
-    """Returns the layout of a depth-first forest, whose lengths and parents have been checked.
+    """Returns the layout of a depth-first forest; lengths and parents have been checked.
 
     Raises ValueError, in the name of `op`, if pad_to is no integer or less than the tokens.
     """
     lengths, parents = _padded(op, lengths, parents, pad_to)
-    ends = whole([0, *lengths]).cumsum(0)
+    ends = tensor_of([0, *lengths]).cumsum(0)
     tout: list[int] = ends[1:].tolist()
     for node in reversed(range(len(lengths))):
         if parents[node] >= 0:  # the last child, seen first, has the latest end
             tout[parents[node]] = max(tout[parents[node]], tout[node])
-    spans = torch.stack([ends[:-1], ends[1:], whole(tout)], 1).int()
+    spans = torch.stack([ends[:-1], ends[1:], tensor_of(tout)], 1).int()
     spans = spans[spans[:, 0] < spans[:, 1]]
     return _unchecked(moved(per_token(spans), device), spans)
 
@@ -302,9 +307,9 @@ def _padded(
     return [*lengths, total - tokens], [*parents, -1]
 
 
-def _integers(op: str, name: str, given: Sequence[int]) -> list[int]:
-    """Returns the numbers as a list of ints; ValueError if `given` is no list of integers."""
-    items = as_list(op, name, given, "a list of integers", "pass one number for each node")
+def _integers(op: str, name: str, values: Sequence[int]) -> list[int]:
+    """Returns the values as a list of ints; ValueError if they are no list of integers."""
+    items = as_list(op, name, values, "a list of integers", "pass one number for each node")
     return [integer(op, f"{name}[{i}]", x, "pass whole numbers") for i, x in enumerate(items)]
 
 

@@ -1,4 +1,4 @@
-"""`pack_prefix_tree`: packs sequences that share beginnings of any kind into a batch.
+"""`pack_prefix_tree`: packs sequences with shared prefixes of any kind into a batch.
 
 Examples are the turns of a dialogue and the branches of a search.
 """
@@ -32,25 +32,26 @@ def pack_prefix_tree(
     position_ids: Tensor | None = None,
     pad_to: int | None = None,
 ) -> SharedBatch:
-    """Returns a packed batch in which each common beginning of sequences is stored once.
+    """Packs sequences into a batch that stores each shared prefix once.
 
-    Sequences are numbered as given. A group is the sequences that share their first token.
+    Sequences keep their numbers. A group is the sequences that share their first token.
     `batch.pack` takes tensors over all tokens, sequence after sequence. Tokens are compared on the
-    host: tensors on a GPU are read back.
+    host, to which tensors on a GPU are copied.
 
     Args:
         sequences: token ids, [n] tensors or lists, n at least 1. A sequence may be a prefix of
             another, or equal to it.
-        loss_mask: for each sequence a flag per token, set for targets. The first token cannot be a
-            target, because no token predicts it. If None, all tokens but the first are targets. A
-            shared token is a target of each sequence whose mask says so.
-        position_ids: [.., tokens of all sequences, laid end to end], for models whose positions do
-            not count from 0. A shared token takes the position of its first sequence.
+        loss_mask: a flag for each token of each sequence, True for targets. The first token cannot
+            be a target, because no token predicts it. If None, all other tokens are targets. A
+            shared token is a target of every sequence whose mask has it.
+        position_ids: [.., number of tokens of all sequences], one sequence after another, for
+            models whose positions do not count from 0. A shared token takes the position of its
+            first sequence.
         pad_to: appends padding tokens up to this total. They have id 0 and see only each other.
 
     Raises:
-        ValueError: an empty sequence, token ids or masks of another form, a first token that is a
-            target, or more than pad_to tokens.
+        ValueError: a sequence is empty, token ids or masks have a wrong form, a first token is a
+            target, or there are more than pad_to tokens.
     """
     needs, fix = "a list of token ids for each sequence", "pass [[id, ..], ..] or tensors [n]"
     sequences = as_list(OP, "sequences", sequences, needs, fix)
@@ -70,7 +71,7 @@ def pack_prefix_tree(
 
 
 def _tree(texts: Sequence[Tensor], starts: Sequence[int]) -> tuple[list[Node], list[list[int]]]:
-    """Returns the prefix tree's nodes, depth first, and for each text the nodes on its path.
+    """Returns the prefix tree's nodes, depth first, and the nodes on the path of each text.
 
     Siblings are in the order in which they first appear.
     """
@@ -99,7 +100,7 @@ def _branches(which: Sequence[int], texts: Sequence[Tensor], depth: int) -> list
 
 
 def _common_prefix(a: Tensor, b: Tensor, depth: int) -> int:
-    """Returns the length of the common prefix of a and b, given that they agree up to `depth`."""
+    """Returns the length of the common prefix of a and b, which agree up to `depth`."""
     end = min(len(a), len(b))
     differ = (a[depth:end] != b[depth:end]).nonzero()
     return depth + int(differ[0]) if len(differ) else end
@@ -110,16 +111,16 @@ def _masks(
 ) -> list[Tensor]:
     """Returns a bool CPU tensor for each text, true for targets.
 
-    Raises ValueError if loss_mask has another form, or if a first token is a target.
+    Raises ValueError if loss_mask has a wrong form, or if a first token is a target.
     """
     if loss_mask is None:
         return [run(0, len(text)) > 0 for text in texts]
     needs, fix = "a flag for each token of each sequence", "pass [[flag, ..], ..] or tensors [n]"
-    given = as_list(OP, "loss_mask", loss_mask, needs, fix)
-    masks = [_mask(i, x) for i, x in enumerate(given)]
-    shapes, wanted = [tuple(x.shape) for x in masks], [(len(text),) for text in texts]
-    if shapes != wanted:
-        got, needs = f"loss_mask has the shapes {shapes}", f"{wanted}, as the sequences"
+    flags_of_sequences = as_list(OP, "loss_mask", loss_mask, needs, fix)
+    masks = [_mask(i, x) for i, x in enumerate(flags_of_sequences)]
+    shapes, expected_shapes = [tuple(x.shape) for x in masks], [(len(text),) for text in texts]
+    if shapes != expected_shapes:
+        got, needs = f"loss_mask has the shapes {shapes}", f"{expected_shapes}, as the sequences"
         raise ValueError(need(OP, got, needs, "pass a flag for each token of each sequence"))
     for i, mask in enumerate(masks):
         if mask[0]:

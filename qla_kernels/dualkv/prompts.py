@@ -20,22 +20,23 @@ def pack_shared_prompts(
     position_ids: Tensor | None = None,
     pad_to: int | None = None,
 ) -> SharedBatch:
-    """Returns a packed batch: each prompt once, followed by its responses.
+    """Packs prompts and their responses into a batch: each prompt once, then its responses.
 
-    All tokens of responses are targets, and no others: pack_prefix_tree takes prompts alone.
-    Sequences are numbered through all groups in the order given. `batch.pack` takes tensors over
-    all tokens, group after group, the prompt first.
+    The targets are all tokens of responses (for those of prompts, see pack_prefix_tree). Sequences
+    are numbered in the order of the arguments. `batch.pack` takes tensors over all tokens, group
+    after group, the prompt first.
 
     Args:
-        prompts: token ids of each group's prompt, at least one token: [P] tensors or lists.
-        responses: for each group the token ids of its responses; any number of responses of any
-            length, both of which may be 0.
+        prompts: token ids of each group's prompt, [P] tensors or lists, P at least 1.
+        responses: for each group, a list of the token ids of its responses. Both the list and a
+            response may be empty.
         position_ids: [.., T] in packed order, for models whose positions do not count from 0. If
-            None, each response's positions continue at its prompt's length.
+            None, the positions of a response continue from its prompt.
         pad_to: appends padding tokens up to this total. They have id 0 and see only each other.
 
     Raises:
-        ValueError: an empty prompt, token ids of another form, or more than pad_to tokens.
+        ValueError: a prompt is empty, token ids have a wrong form, or there are more than pad_to
+            tokens.
     """
     needs, fix = "a list of token ids for each group", "pass a list or a tensor [P] for each prompt"
     prompts = as_list(OP, "prompts", prompts, needs, fix)

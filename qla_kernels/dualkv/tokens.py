@@ -29,8 +29,8 @@ def as_list(op: str, name: str, given: Iterable[Any], needs: str, fix: str) -> l
 def group_lengths(op: str, groups: Iterable[Group]) -> list[tuple[int, list[int]]]:
     """Returns the groups as pairs of an int and a list of ints.
 
-    Raises ValueError if a group is no pair of a prompt's length and responses' lengths, or if a
-    length is no integer from 0 on.
+    Raises ValueError if a group is not (prompt length, response lengths), or if a length is not an
+    integer of at least 0.
     """
     needs, fix = "pairs of lengths", "pass (tokens of the prompt, [tokens of each response])"
     pairs = []

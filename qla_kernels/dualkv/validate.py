@@ -46,8 +46,10 @@ def refusal(
 ) -> str | None:
     """Returns why this version cannot run the call, or None if it can, with or without gradients.
 
-    With `capability`, tensors of any device get the answer that a GPU of that capability would
-    give. q, k and v need to have passed `check_tensors`. `op` is the name at the start of the text.
+    Args:
+        q, k, v, scale: as in `shared_prefix_attention`, well formed.
+        capability: answer for a GPU of this compute capability, whatever the tensors' device.
+        op: the function's name, with which the text begins.
     """
     reason = _reason(q, k, v, scale)
     if reason is None and (q.is_cuda or capability is not None):
@@ -72,9 +74,9 @@ def _reason(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Reason | No
 
 
 def unfit_factor(name: str, x: Any) -> str | None:
-    """Returns what makes x unusable as a positive factor called `name`, or None if x is usable.
+    """Returns why x cannot be a positive factor called `name`, or None if it can.
 
-    A tensor has to have one element and must not require a gradient, because it would get none.
+    A tensor must have one element and not require a gradient, because it would get none.
     """
     if isinstance(x, Tensor):
         if x.requires_grad:
