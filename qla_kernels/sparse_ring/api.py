@@ -1,7 +1,7 @@
-"""Defines the public functions `sparse_attention`, `sparse_ring_attention` and `build_index`.
+"""The public functions `sparse_attention`, `sparse_ring_attention` and `build_index`.
 
-Each function checks its arguments before it launches anything. The collective functions compare
-the arguments of all ranks as well, before any tensor is sent.
+Each function checks its arguments before it launches anything. The collective functions also
+compare the arguments of all ranks before they send a tensor.
 """
 
 import logging
@@ -39,7 +39,7 @@ from qla_kernels.sparse_ring.validate import (
 
 log = logging.getLogger(__name__)
 
-Result = Any  # o, or a tuple of o and the further results that were asked for
+Result = Any  # o, or a tuple: o, then the LSE, then the index, as return_* say
 
 
 def sparse_attention(
@@ -54,31 +54,30 @@ def sparse_attention(
     return_lse: bool = False,
     return_index: bool = False,
 ) -> Result:
-    """Computes causal attention under a mask of vertical and slash lines, on one device.
+    """Computes causal attention under a vertical-slash mask, on one device; differentiable.
 
     Query head h reads key head h // (H / Hk). Token i sees token j <= i if j is one of the head's
     columns, or if the distance between the 64-token blocks of i and j is one of the head's
-    diagonals. The function is differentiable in q, k and v. The lines are constants to autograd,
-    and the gradients use the same lines.
+    diagonals. The gradients use the same lines (columns and diagonals), which are constants to
+    autograd.
 
     Args:
         q: [B, T, H, D], T a multiple of 128; pad at the end, with finite numbers.
         k, v: [B, T, Hk, D], in q's dtype.
-        pattern: the rule that gives the lines: VerticalSlash(), FixedVerticalSlash(...) or Dense().
+        pattern: how the lines are chosen: VerticalSlash(), FixedVerticalSlash(...) or Dense().
         index: the lines themselves, from `build_index`. Pass either pattern or index, not both.
         seqlen: tokens before the padding; T if None. Padding rows of o are 0, their LSE is -inf.
         scale: factor of the scores q k^T; D ** -0.5 if None.
         return_lse: also return the log-sum-exp of each row's scores, fp32 [B, H, T].
-        return_index: also return the index of the lines.
+        return_index: also return the `VSIndex` of the lines.
 
     Returns:
-        o [B, T, H, D] in q's dtype. With return_lse or return_index, a tuple: o, then the LSE if
-        asked for, then the index if asked for.
+        o [B, T, H, D] in q's dtype; with return_lse or return_index, a tuple of o, LSE and index
+        without what was not requested.
 
     Raises:
         ValueError: arguments are malformed or do not fit together.
-        Unsupported: arguments are well formed, but this version cannot run them;
-            `sparse_ring.refusal` returns the reason.
+        Unsupported: this version cannot run the call; `sparse_ring.refusal` returns the reason.
     """
     check_tensors(OP, q, k, v)
     refuse_forward_mode(OP, q, k, v)
@@ -119,39 +118,40 @@ def sparse_ring_attention(
     return_index: bool = False,
     keep_gathered: bool = False,
 ) -> Result:
-    """Computes `sparse_attention` for a sequence that is distributed over the ranks of a group.
+    """Computes `sparse_attention` for a sequence distributed over ranks; differentiable.
 
-    The call is collective: every rank passes its own L rows and gets the results of these rows.
-    The whole sequence has T = world x L tokens, and the mask is the mask of the whole sequence.
-    Partial results are kept in fp32 and each result is rounded once, so accuracy does not depend on
-    the number of ranks. The function is differentiable in q, k and v; the backward is collective.
+    Forward and backward are collective: every rank passes its own L rows and gets their results.
+    The sequence has T = world x L tokens, and the mask is that of the whole sequence. Partial
+    results are fp32 and each result is rounded once, so accuracy does not depend on the number of
+    ranks.
 
     Args:
-        q: [B, L, H, D], the rows that `layout` gives this rank.
+        q: [B, L, H, D], this rank's rows: `layout.shard` of the whole sequence.
         k, v: [B, L, Hk, D], the same rows, contiguous.
         group: the ranks, from `RingGroups.create`; make it once and reuse it.
         layout: StripedLayout(world), ZigZagLayout(world) or ContiguousLayout(world).
         pattern, index, seqlen, scale: as in `sparse_attention`; seqlen counts the whole sequence.
-        schedule: the way in which chunks (one rank's k and v) reach the other ranks. "allgather":
-            all at once; "ring": from rank to rank; "double_ring": around each node at every step,
-            and between nodes once a turn; "auto": chosen from the group and the size of k and v.
-        chunks_per_launch: chunks that one launch reads, after the first launch. None: enough to
-            keep the cost of merging partial results low.
+        schedule: how chunks (one rank's k and v) reach the other ranks. "allgather": all at once;
+            "ring": from rank to rank; "double_ring": around each node at every step, and between
+            nodes once a turn; "auto": chosen from the group and the size of k and v.
+        chunks_per_launch: chunks that each launch but the first reads. None: enough to keep the
+            cost of merging partial results low.
         return_lse: also return the LSE of this rank's rows, fp32 [B, H, L].
         return_index: also return the index, which is the same on every rank.
         keep_gathered: with the schedule allgather, save k and v of all ranks for the backward,
-            which then does not gather them again. Useful if the layer is recomputed before its
-            backward: then one layer at a time has them. No effect with other schedules.
+            which otherwise gathers them again. Useful with activation checkpointing, where only one
+            layer at a time stores them. No effect with other schedules.
 
     Returns:
-        o [B, L, H, D] in q's dtype. With return_lse or return_index, a tuple: o, then the LSE if
-        asked for, then the index if asked for.
+        o [B, L, H, D] in q's dtype; with return_lse or return_index, a tuple of o, LSE and index
+        without what was not requested.
 
     Raises:
         ValueError: arguments do not fit together, or differ between ranks; on every rank.
         Unsupported: this version cannot run the call; on every rank.
-        RingError: a rank died, hangs, or makes different calls; on every other rank. A lost rank is
-            noticed within the timeouts of the group; agreement.py says when a different call is.
+        RingError: a rank died, hangs, or makes different calls; on every other rank. The group's
+            timeouts limit how long a lost rank goes unnoticed; for different calls see
+            agreement.py.
     """
     check_group(RING_OP, group)
     lines = (pattern, index, seqlen, scale)
@@ -197,12 +197,12 @@ def build_index(
     seqlen: int | None = None,
     scale: float | None = None,
 ) -> VSIndex:
-    """Returns the index of the lines that a pattern gives for these q and k.
+    """Chooses the lines of a pattern for these q and k, and returns them as a `VSIndex`.
 
     With `group` and `layout` the call is collective: q and k are this rank's shards, seqlen counts
-    the whole sequence, and every rank gets the same index. Without them q and k are whole. The
-    index is a constant to autograd. A repeated call with the same inputs gives the same bits.
-    Arguments and errors are those of `sparse_attention` and `sparse_ring_attention`.
+    the whole sequence, and every rank gets the same index. Without them q and k are the whole
+    sequence. The index is a constant to autograd, and deterministic. Arguments and errors are those
+    of `sparse_attention` and `sparse_ring_attention`.
     """
     if group is None and layout is None:
         check_tensors(BUILD_OP, q, k, k)
@@ -247,7 +247,7 @@ def _local_index(
 
 
 def _result(o: Tensor, lse: Tensor, index: VSIndex, return_lse: bool, return_index: bool) -> Result:
-    """Returns o, or a tuple of o and the results that were asked for."""
+    """Returns o, or a tuple of o and the requested results."""
     if not (return_lse or return_index):
         return o
     return (o, *([lse] if return_lse else []), *([index] if return_index else []))

@@ -1,9 +1,9 @@
-"""Simulates how evenly a mask's work is spread over ranks and steps, and how long a ring takes.
+"""Simulates how evenly a mask spreads work over ranks and steps, and how long a ring takes.
 
 Work is counted in 64 x 64 tiles: an active tile counts 1, and so do 64 columns over one block of
-rows. The report has three degrees of imbalance, and the makespan. An imbalance is not a slow-down,
-because a ring has no barrier: only neighbours wait for each other. The makespan measures the time
-that a schedule loses by waiting.
+rows. The report has three imbalances and the makespan. An imbalance is not a slow-down, because a
+ring has no barrier: only neighbours wait for each other. The makespan measures the time lost by
+waiting.
 """
 
 import operator
@@ -29,7 +29,7 @@ OP = "balance_report"
 
 @dataclass(frozen=True)
 class Balance:
-    """The simulated work and times of one call, with heads summed: a launch runs them together."""
+    """Simulated work and times of one call, summed over heads, which run in one launch."""
 
     work: Array  # [world, steps] tiles of each rank in each step of its ring
     start: Array  # [world, steps] when each step begins, in the unit of t, x and x_outer
@@ -73,34 +73,31 @@ def balance_report(
     x_outer: float = 0.0,
     columns_last: bool = False,
 ) -> Balance:
-    """Simulates one attention call: the time at which each rank computes each chunk.
+    """Simulates one attention call on a ring: when each rank computes each chunk.
 
     A rank starts a step when it has finished the step before and the step's chunk has arrived.
-    Chunks are passed on from rank to rank, as in the published system; this package does so between
-    nodes, and within a node sends a chunk straight to each rank. Time
-    has no fixed unit: `t`, `x` and `x_outer` share one, such as milliseconds, and the times of the
-    result are in the same unit. With the defaults a tile takes 1 and a transfer takes 0.
+    Chunks move from rank to rank, as in the published system; this package does so between nodes,
+    but within a node it sends a chunk straight to each rank. `t`, `x`, `x_outer` and the resulting
+    times share one unit, such as milliseconds.
 
     Args:
         mask: an index, (columns, diagonals) of each head, or a block mask [T / 64, T / 64].
         T: tokens, a multiple of 64 with at least one block for every rank.
         layout: the assignment of tokens to ranks.
-        inner_size: ranks a node of a double ring, a divisor of all ranks; None for the plain ring.
-        t: time in which a rank computes one 64 x 64 tile of one head.
-        x: time of a transfer of one chunk of k and v to the next rank of the node.
-        x_outer: the same between nodes; the transfer has a whole turn of the inner ring to arrive.
-        columns_last: count columns in the last step, where this package's launches compute them,
-            and not in the step of the chunk that holds them.
+        inner_size: for a double ring, the ranks per node, a divisor of all ranks; None for a ring.
+        t: time to compute one 64 x 64 tile of one head.
+        x: time to send one chunk of k and v to the next rank of the node.
+        x_outer: the same between nodes; the transfer may take a whole turn of the inner ring.
+        columns_last: True counts all columns in the last step, where this package computes them;
+            False counts them in the step of their chunk.
 
     Returns:
-        Balance: `work`, `start` and `end` of each rank's steps, [world, world]; three imbalances,
-        each a maximum divided by a mean, 1 if even: `id_total` over ranks, `id_step` over the ranks
-        of each step, `id_within` over the steps of each rank; and `makespan`, the end time of the
-        last rank divided by the mean time that a rank computes. It prints as one line.
+        A `Balance`: work, start and end of each rank's steps, three imbalances and the makespan.
+        It prints as one line.
 
     Raises:
-        ValueError: an argument of another type or out of range, or mask, T, layout and inner_size
-            that do not fit together.
+        ValueError: an argument has a wrong type or is out of range, or mask, T, layout and
+            inner_size do not fit together.
     """
     T, inner_size = _sizes(T, layout, inner_size)
     times = [_time(name, y) for name, y in (("t", t), ("x", x), ("x_outer", x_outer))]
@@ -211,13 +208,15 @@ def _work(mask: Any, T: int, layout: Layout) -> tuple[Array, Array]:
     below[np.arange(blocks), own] = 1
     below = below[::-1].cumsum(0)[::-1] - below
     for columns, diagonals in mask:
-        held = np.bincount(np.asarray(columns, np.int64) // BLOCK, minlength=blocks) / BLOCK
-        np.add.at(column_work.T, own, held[:, None] * below)
+        share_of_columns = (
+            np.bincount(np.asarray(columns, np.int64) // BLOCK, minlength=blocks) / BLOCK
+        )
+        np.add.at(column_work.T, own, share_of_columns[:, None] * below)
         for d in diagonals:
             i, j = own[d:], own[: blocks - d]
             tiles += _counted(i, j, np.ones(len(i)), world)
             if d:  # where a slash covers a column, the column is not alone
-                column_work -= _counted(i, j, held[: blocks - d], world)
+                column_work -= _counted(i, j, share_of_columns[: blocks - d], world)
     return tiles, column_work
 
 
@@ -255,7 +254,7 @@ def _timeline(work: Array, inner: int, x: float, x_outer: float) -> tuple[Array,
 
 
 def token_stripe_tiles(diagonals: Sequence[int], T: int, world: int) -> float:
-    """Returns by which factor stripes of single tokens would increase the number of active tiles.
+    """Returns the factor by which stripes of single tokens would increase the active tiles.
 
     With such stripes a local tile spans `world` blocks of the sequence, so two tiles at distance n
     see each other if any diagonal from (n - 1) world + 1 to (n + 1) world - 1 is active. The
@@ -264,17 +263,16 @@ def token_stripe_tiles(diagonals: Sequence[int], T: int, world: int) -> float:
     blocks = T // BLOCK
     active = np.zeros(blocks, bool)
     active[list(diagonals)] = True
-    mine = sum(blocks - d for d in diagonals)
+    striped_tiles = sum(blocks - d for d in diagonals)
     spans = blocks // world
     near = [active[max(0, (n - 1) * world + 1) : (n + 1) * world].any() for n in range(spans)]
-    return float(sum(world**2 * (spans - n) for n, hit in enumerate(near) if hit) / mine)
+    return float(sum(world**2 * (spans - n) for n, hit in enumerate(near) if hit) / striped_tiles)
 
 
 class Latencies(NamedTuple):
-    """Holds the milliseconds that the parts of one layer's attention take, as input of a model.
+    """The times of the parts of one layer's attention, in ms; a model of a ring's time.
 
-    The times are given by the caller. `flat` and `hierarchical` compute a ring's time from them,
-    and assume that a part takes the same time on every rank.
+    `flat` and `hierarchical` assume that a part takes the same time on every rank.
     """
 
     chunk: float  # attention to one chunk
@@ -283,16 +281,15 @@ class Latencies(NamedTuple):
     fixed: float  # index, verticals, host
 
     def flat(self, world: int) -> float:
-        """Returns the milliseconds that attention takes with one ring over all `world` ranks.
+        """Returns the time of a single ring over all ranks, in ms.
 
-        Each of the first world - 1 steps takes as long as the attention to its chunk or as a
-        transfer between nodes, whichever is longer. The last step has no transfer and takes as long
-        as its attention. `fixed` is added once.
+        Each step takes as long as its attention or as a transfer between nodes, whichever is
+        longer; the last step has no transfer. `fixed` is added once.
         """
         return (world - 1) * max(self.chunk, self.outer) + self.chunk + self.fixed
 
     def hierarchical(self, world: int, inner_size: int) -> float:
-        """Returns the time of a double ring.
+        """Returns the time of a double ring, in ms.
 
         A transfer between nodes runs during a whole turn of the inner ring.
         """

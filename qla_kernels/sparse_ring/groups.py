@@ -1,8 +1,8 @@
-"""Makes the process groups of a ring, and the transfers over them.
+"""The process groups of a ring, and transfers over them.
 
 A call that fails on one rank must not leave the other ranks waiting. Therefore all ranks compare
-the facts of a call before its first transfer, each process group has a timeout, and every error
-that a lost rank causes in a transfer is raised as a RingError.
+their calls before the first transfer, each process group has a timeout, and every error that a lost
+rank causes in a transfer becomes a RingError.
 """
 
 import itertools
@@ -25,7 +25,7 @@ _created = itertools.count()  # number of the next create(): the same on all ran
 
 
 class Pending:
-    """Transfers under way, and the tensors that they fill."""
+    """Transfers in progress, and the tensors that they fill."""
 
     def __init__(self, works: Sequence[dist.Work], received: Sequence[Tensor]) -> None:
         self._works, self._received = list(works), received
@@ -42,7 +42,7 @@ class Pending:
 
 
 class Swap(NamedTuple):
-    """Tensors for one rank, and as many from one rank: receive[n] gets its n-th tensor."""
+    """Tensors sent to rank `to`, and as many received from rank `source`, in order."""
 
     send: Sequence[Tensor]
     receive: Sequence[Tensor]
@@ -52,21 +52,21 @@ class Swap(NamedTuple):
 
 @dataclass(frozen=True)
 class RankRing:
-    """Ranks that send tensors to each other. `group` is None for a single rank."""
+    """A group of ranks that send tensors to each other. `group` is None for a single rank."""
 
     group: dist.ProcessGroup | None
     rank: int
     size: int
 
     def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor], tag: int) -> Pending:
-        """Posts sends of tensors to the next rank, and receives of as many from the rank before."""
+        """Starts to send tensors to the next rank, and to receive as many from the one before."""
         return self.swap([Swap(send, receive, self.rank + 1, self.rank - 1)], tag)
 
     def swap(self, swaps: Sequence[Swap], tag: int) -> Pending:
-        """Posts several swaps, which run at the same time; a rank must not occur twice in a list.
+        """Starts several swaps at once; no rank may occur in two of them.
 
-        Ranks are taken modulo the ring's size. Swaps under way at the same time need tags that
-        differ by at least the number of tensors that a rank sends to another one.
+        Ranks are taken modulo the ring's size. The tags of simultaneous calls must differ by at
+        least the number of tensors that a rank sends to another one.
         """
         received = [x for swap in swaps for x in swap.receive]
         assert self.group is not None, "more than one rank"
@@ -84,10 +84,10 @@ class RankRing:
         return Pending(works, received)
 
     def gather(self, *tensors: Tensor) -> Pending:
-        """Starts to gather each tensor from all ranks to all ranks, and returns a Pending.
+        """Starts to gather each tensor from all ranks to all ranks.
 
-        Its `wait` returns a result [size, ...] for each tensor, in the order of the arguments: row
-        r of a result is the tensor of rank r.
+        `wait` of the result returns a tensor [size, ...] for each argument; row r is the tensor of
+        rank r.
         """
         if self.group is None:
             return Pending([], [x[None] for x in tensors])
@@ -99,7 +99,7 @@ class RankRing:
         return Pending([work], gathered)
 
     def sum(self, x: Tensor) -> Pending:
-        """Sums x [size, ...] over all ranks; this rank receives x[self.rank] of the sum."""
+        """Starts to sum x [size, ...] over all ranks; this rank gets row self.rank of the sum."""
         own = torch.empty_like(x[0])
         assert self.group is not None, "more than one rank"
         with as_ring_error("a sum over all ranks could not be posted"):
@@ -116,8 +116,8 @@ class RankRing:
     def exchange(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Sends rows of x to all ranks and returns the rows that all ranks sent to this one.
 
-        x holds sent[r] rows for each rank r, in rank order; the result holds received[r] rows of
-        each rank r, in rank order.
+        x holds sent[r] rows for each rank r, and the result received[r] rows from each rank r, both
+        in rank order.
         """
         if self.group is None:
             return x
@@ -132,13 +132,12 @@ ALONE = RankRing(None, 0, 1)
 
 @dataclass(frozen=True)
 class RingGroups:
-    """The process groups of a ring: of all ranks (`whole`), of this node (`inner`), and between
-    nodes (`outer`). All ranks make them together, once, by `create` or `from_mesh`.
+    """The process groups of a ring. All ranks make them together, once: `create` or `from_mesh`.
 
-    Rank r is number r % inner.size of node r // inner.size. Inner and outer rings have process
-    groups of their own, because transfers of one group wait for each other, and a hop inside a node
-    must not wait for a hop between nodes. Hosts compare their calls in two further groups, which
-    `agreement` holds.
+    `whole` has all ranks, `inner` those of this node, `outer` those of this number on all nodes:
+    rank r is number r % inner.size of node r // inner.size. Inner and outer rings have their own
+    groups, because transfers of one group wait for each other, and a transfer inside a node must
+    not wait for one between nodes. `agreement` has two more groups, in which hosts compare calls.
     """
 
     whole: RankRing
@@ -166,19 +165,19 @@ class RingGroups:
     ) -> "RingGroups":
         """Makes the process groups of a ring and returns them.
 
-        The call is collective over all ranks of the job, including ranks of other rings; each rank
-        passes the ring that it belongs to.
+        Collective over all ranks of the job, including ranks of other rings; each rank passes its
+        own ring.
 
         Args:
-            group: process group with the ranks of this rank's ring, ascending; None for all ranks.
-            inner_size: ranks on each node, neighbours in `group`; None if all are on one node.
-            timeout: limit for a transfer, and for the ranks' wait for each other in this function.
-                A transfer that takes longer is an error on the ranks that take part in it.
-            side_timeout: limit for the ranks' wait for each other when they compare a call.
+            group: process group of the ring's ranks, ascending; None for all ranks of the job.
+            inner_size: ranks per node, neighbours in `group`; None if all are on one node.
+            timeout: limit for a transfer, and for the wait for other ranks in this function. A
+                transfer that takes longer is an error on the ranks that take part in it.
+            side_timeout: limit for the wait for other ranks when they compare a call.
 
         Raises:
-            ValueError: the rings that ranks passed do not fit together; on every rank.
-            RingError: a rank did not make this call in time; on every rank that did.
+            ValueError: the rings of the ranks do not fit together; on every rank.
+            RingError: a rank did not make this call in time; on all other ranks.
         """
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         inner = len(ranks) if inner_size is None else inner_size
@@ -191,10 +190,7 @@ class RingGroups:
         timeout: timedelta = timedelta(seconds=120),
         side_timeout: timedelta = timedelta(seconds=30),
     ) -> "RingGroups":
-        """Does the same as `create` for a DeviceMesh.
-
-        The mesh has the dimension (ring), or the dimensions (nodes, ranks of a node).
-        """
+        """Does the same as `create` for a DeviceMesh: (ranks) or (nodes, ranks of a node)."""
         if mesh.ndim > 2:
             got, needs = f"mesh has {mesh.ndim} dimensions", "1 or 2: (nodes, ranks of a node)"
             fix = "pass a slice of it, such as mesh['node', 'ring']"
@@ -206,10 +202,10 @@ class RingGroups:
     def _of_ranks(
         cls, ranks: list[int], inner: int, timeout: timedelta, side_timeout: timedelta
     ) -> "RingGroups":
-        """Makes the groups of the rings that all ranks of the job passed; returns this rank's."""
+        """Makes the groups of all rings of the job; returns those of this rank's ring."""
         everyone = _rings_of_all_ranks(ranks, inner, timeout)
         _check_rings(everyone)
-        mine = cls(ALONE, ALONE, ALONE, None)
+        own = cls(ALONE, ALONE, ALONE, None)
         # torch wants every group made on every rank, in the same order
         for members, size in dict.fromkeys(everyone):
             if len(members) == 1:
@@ -225,8 +221,8 @@ class RingGroups:
             if dist.get_rank() in members:
                 rank = members.index(dist.get_rank())
                 agreement = Agreement(side, behind)
-                mine = cls(whole, inners[rank // size], outers[rank % size], agreement)
-        return mine
+                own = cls(whole, inners[rank // size], outers[rank % size], agreement)
+        return own
 
     def agree(
         self,
@@ -237,16 +233,19 @@ class RingGroups:
     ) -> None:
         """Compares a call with those of the other ranks; raises on every rank if any is wrong.
 
-        `facts` are the arguments by name. `problem` is the error that this rank found in its own
-        arguments: this rank raises it, and other ranks raise a ValueError that quotes it. Facts
-        that differ between ranks raise a ValueError as well. Facts that all ranks have agreed on in
-        an earlier call are not compared now, unless `again`: a hash of all calls is compared when
-        new facts occur, or every 64 calls. See agreement.py.
+        Facts on which all ranks agreed in an earlier call are not compared: see agreement.py.
+
+        Args:
+            op: the name of the function.
+            facts: its arguments by name. A difference between ranks is a ValueError on every rank.
+            problem: the error in this rank's arguments, if any. This rank raises it; other ranks
+                raise a ValueError that quotes it.
+            again: compare even if the ranks have agreed on these facts before.
         """
         if self.agreement is not None:
-            said = None if problem is None else f"{type(problem).__name__}: {problem}"
+            error = None if problem is None else f"{type(problem).__name__}: {problem}"
             self.agreement.check(
-                {"the call": op, **facts, "the error of its arguments": said}, again
+                {"the call": op, **facts, "the error of its arguments": error}, again
             )
         if problem is not None:
             raise problem
@@ -255,15 +254,15 @@ class RingGroups:
 def _rings_of_all_ranks(
     ranks: list[int], inner: int, timeout: timedelta
 ) -> list[tuple[tuple[int, ...], int]]:
-    """Returns (ranks, inner size) as passed by each rank of the job, in rank order.
+    """Returns (ranks, inner size) of each rank of the job, in rank order.
 
     Ranks exchange them through the job's store, because a wait for the store has a time limit.
     Raises RingError with the missing ranks when `timeout` is over.
     """
     store, number = dist.distributed_c10d._get_default_store(), next(_created)
     keys = [f"qla_ring/{number}/{rank}" for rank in range(dist.get_world_size())]
-    said = inner if type(inner) is int else repr(inner)
-    store.set(keys[dist.get_rank()], json.dumps([ranks, said]))
+    size_as_json = inner if type(inner) is int else repr(inner)
+    store.set(keys[dist.get_rank()], json.dumps([ranks, size_as_json]))
     try:
         with as_ring_error("ranks did not all make their ring"):
             store.wait(keys, timeout)
@@ -277,7 +276,7 @@ def _rings_of_all_ranks(
 
 
 def _check_rings(everyone: Sequence[tuple[tuple[int, ...], int]]) -> None:
-    """Raises ValueError unless the rings that the ranks of the job passed fit together.
+    """Raises ValueError unless the rings of all ranks of the job fit together.
 
     Every rank checks the same list of rings, so if one rank raises, all do.
     """
@@ -292,8 +291,8 @@ def _check_rings(everyone: Sequence[tuple[tuple[int, ...], int]]) -> None:
         for member in ranks:
             if everyone[member] != (ranks, inner):
                 rings = ((rank, ranks, inner), (member, *everyone[member]))
-                said = (f"{list(r)} in nodes of {n} on rank {at}" for at, r, n in rings)
-                got = f"the ring is {' and '.join(said)}"
+                texts = (f"{list(r)} in nodes of {n} on rank {at}" for at, r, n in rings)
+                got = f"the ring is {' and '.join(texts)}"
                 fix = f"compare the arguments of ranks {rank} and {member}"
                 raise ValueError(need(GROUPS, got, "one ring on all of its ranks", fix))
 

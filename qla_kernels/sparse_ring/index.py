@@ -1,7 +1,7 @@
-"""Defines VSIndex, the lines of a mask as tensors.
+"""`VSIndex`: the lines of a mask as tensors.
 
-The shapes do not depend on which lines were chosen, and every rank holds the same index. One head
-of 512K tokens takes 17 KB: 4096 columns of 4 bytes, and one bit for each of 8192 diagonals.
+Shapes do not depend on the lines, and every rank holds the same index. A head of 512K tokens takes
+17 KB: 4096 columns of 4 bytes, and one bit for each of 8192 diagonals.
 """
 
 import hashlib
@@ -17,15 +17,15 @@ from qla_kernels.sparse_ring.shapes import BLOCK, WORD
 
 
 class VSIndex(NamedTuple):
-    """The columns and diagonals of the mask, for each query head of each batch row.
+    """The columns and diagonals of a mask, for each query head of each batch row.
 
-    `to_lists`, `check` and `described(True)` copy contents to the host, and so wait for a GPU.
+    `to_lists`, `check` and `described(True)` copy contents to the host, and wait for a GPU.
     """
 
     v_idx: Tensor  # int32 [B, H, max_v] columns, ascending, then T in unused places
     v_cnt: Tensor  # int32 [B, H] number of columns
     d_bits: Tensor  # int32 [B, H, ceil(blocks / 32)], bit d % 32 of word d // 32: diagonal d
-    window_recall: Tensor  # fp32 [B, H], share of the observed attention held; NaN if lines given
+    window_recall: Tensor  # fp32 [B, H], share of the last block's attention; NaN for fixed lines
     T: int  # tokens, with padding
 
     @property
@@ -39,14 +39,11 @@ class VSIndex(NamedTuple):
         return sum(x.numel() * x.element_size() for x in self[:4])
 
     def diagonals(self) -> Tensor:
-        """Returns which diagonals are active, bool [B, H, blocks]."""
+        """Returns bool [B, H, blocks]: True for active diagonals."""
         return diagonals(self.d_bits, self.blocks)
 
     def density(self) -> Tensor:
-        """Returns the share of causal (query, key) pairs that the mask holds, fp64 [B, H].
-
-        A pair that is on a column and on a diagonal counts once.
-        """
+        """Returns the share of causal (query, key) pairs that the mask contains, fp64 [B, H]."""
         active, blocks = self.diagonals(), self.blocks
         size = torch.full((blocks,), BLOCK * BLOCK, device=active.device)
         size[0] = BLOCK * (BLOCK + 1) // 2
@@ -87,19 +84,19 @@ class VSIndex(NamedTuple):
     def described(self, contents: bool) -> str:
         """Returns the text that ranks compare: the shapes, and with `contents` a hash of the lines.
 
-        The hash reads the tensors, and so waits for a GPU.
+        The hash waits for a GPU.
         """
         shapes = f"{[tuple(x.shape) for x in self[:3]]} for {self.T} tokens"
         if not contents:
             return shapes
-        said = b"".join(x.cpu().numpy().tobytes() for x in self[:3])
-        return f"{shapes}, contents {hashlib.sha256(said).hexdigest()}"
+        lines = b"".join(x.cpu().numpy().tobytes() for x in self[:3])
+        return f"{shapes}, contents {hashlib.sha256(lines).hexdigest()}"
 
     def check_form(self, op: str, B: int, H: int, T: int, on: torch.device) -> None:
         """Raises ValueError unless the index has the shapes, dtypes, T and device of this call.
 
-        Kernels rely on the shapes and dtypes. Wrong contents, by contrast, cannot make a kernel
-        access memory outside its tensors, so contents are not read here.
+        Kernels rely on these. Wrong contents cannot make a kernel access memory outside its
+        tensors, so they are not read.
         """
         v, n, d = self[:3]
         words, kind = -(-T // (BLOCK * WORD)), torch.int32
@@ -120,7 +117,7 @@ class VSIndex(NamedTuple):
     def check(self, op: str) -> None:
         """Raises ValueError unless columns ascend below T and every head has diagonal 0.
 
-        The check reads contents, and so waits for a GPU; callers make it under QLA_CHECK=1 only.
+        Waits for a GPU; the public functions call it under QLA_CHECK=1 only.
         """
         v, n = self.v_idx, self.v_cnt[..., None]
         slot = torch.arange(v.shape[-1], device=v.device)
@@ -172,9 +169,9 @@ def _padded(head: tuple[int, ...], T: int, lines: Lines) -> Tensor:
 
 
 def refused_lines(pattern: FixedVerticalSlash, H: int, T: int) -> tuple[str, str, str] | None:
-    """Returns None if the lines fit a mask of H heads and T tokens, else (got, need, fix).
+    """Returns None if the lines fit a mask of H heads and T tokens, else (got, needs, fix).
 
-    The three texts are the parts of an error message, as `errors.need` takes them.
+    The three texts are arguments of `errors.need`.
     """
     for name, lines, end in (("v_idx", pattern.v_idx, T), ("d_idx", pattern.d_idx, T // BLOCK)):
         if len(lines) not in (1, H):

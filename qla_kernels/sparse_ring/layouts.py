@@ -1,4 +1,4 @@
-"""Defines the layouts, three assignments of a sequence's tokens to ranks and rows of their shards.
+"""The layouts: three ways to distribute the tokens of a sequence over ranks.
 
 Tokens and rows are ints or int tensors. StripedLayout gives every rank about the same share of
 every diagonal, so the steps of a ring have about the same work.
@@ -24,8 +24,8 @@ Numbers = TypeVar("Numbers", int, Tensor)
 class Layout:
     """Base class of the layouts: maps tokens to ranks and rows, and moves shards between ranks.
 
-    `world` is the number of ranks. T, an argument of most methods, is the number of tokens with
-    padding, as `pad_len` returns it.
+    `world` is the number of ranks. T in the methods is the number of tokens with padding, as
+    `pad_len` returns it.
     """
 
     world: int
@@ -50,11 +50,10 @@ class Layout:
         raise NotImplementedError
 
     def ranges(self, rank: int, T: int) -> list[tuple[int, int, int]]:
-        """Returns the ranges of the sequence that hold the rank's blocks of 64 tokens.
+        """Returns the ranges of the sequence with the rank's blocks of 64 tokens.
 
         A range is (first block, end block, number of the first block within the shard). A striped
-        shard is one range over all blocks of the sequence, and the rank holds every world-th stripe
-        of that range.
+        shard has one range over the whole sequence; the rank holds every world-th stripe of it.
         """
         raise NotImplementedError
 
@@ -70,7 +69,7 @@ class Layout:
 
     @property
     def buckets(self) -> int:
-        """Number of ranks that stripes are dealt to; 1 in layouts without stripes.
+        """Number of ranks among which stripes are distributed; 1 in layouts without stripes.
 
         Entries of plan.Table are sorted into this many buckets.
         """
@@ -82,11 +81,11 @@ class Layout:
         return 1
 
     def pad_len(self, length: int) -> int:
-        """Returns the least valid T for `length` tokens; padding goes to the sequence's end."""
+        """Returns the smallest valid T for `length` tokens; padding goes to the sequence's end."""
         return -(-max(length, 1) // self.unit) * self.unit
 
     def positions(self, T: int, rank: int) -> Tensor:
-        """Returns the tokens of a rank's shard, int64 [T / world]: its model's position_ids."""
+        """Returns the tokens of a rank's shard, int64 [T / world], for position_ids of a model."""
         self._require_padded(T)
         self._require_rank(rank)
         return self.position(rank, torch.arange(T // self.world, device="cpu"), T)
@@ -102,10 +101,10 @@ class Layout:
 
     @ends_a_graph
     def unshard(self, x: Tensor, dim: int, group: RingGroups) -> Tensor:
-        """Returns, on every rank, the whole tensor that the ranks' shards x are parts of.
+        """Returns the whole tensor on every rank, from the shards x of all ranks.
 
-        The call is collective, and not differentiable. It raises ValueError on every rank if the
-        arguments are wrong or differ between ranks, and RingError if a rank is lost.
+        Collective, not differentiable. Raises ValueError on every rank if arguments are wrong or
+        differ between ranks, and RingError if a rank is lost.
         """
         self._agree("unshard", x, dim, group, self)
         (parts,) = group.whole.gather(x.detach().movedim(dim, 0).contiguous()).wait()
@@ -114,25 +113,24 @@ class Layout:
 
     @ends_a_graph
     def exchange(self, x: Tensor, dim: int, source: "Layout", group: RingGroups) -> Tensor:
-        """Returns this rank's shard in this layout, given x, its shard in layout `source`.
+        """Converts x, this rank's shard in layout `source`, to its shard in this layout.
 
-        The call is collective: rows move by one all_to_all. It is not differentiable, and raises
-        like `unshard`.
+        Collective, by one all_to_all; not differentiable. Raises the errors of `unshard`.
         """
         self._agree("exchange", x, dim, group, source)
         T, rank = self.world * x.shape[dim], group.rank
-        mine = source.positions(T, rank)
-        order = self.owner(mine, T).argsort(stable=True)
-        sent = self.owner(mine, T).bincount(minlength=self.world).tolist()
-        theirs = [source.positions(T, r) for r in range(self.world)]
-        theirs = [tokens[self.owner(tokens, T) == rank] for tokens in theirs]
+        own_tokens = source.positions(T, rank)
+        order = self.owner(own_tokens, T).argsort(stable=True)
+        sent = self.owner(own_tokens, T).bincount(minlength=self.world).tolist()
+        tokens_from = [source.positions(T, r) for r in range(self.world)]
+        tokens_from = [tokens[self.owner(tokens, T) == rank] for tokens in tokens_from]
         rows = x.detach().movedim(dim, 0).index_select(0, order.to(x.device))
-        received = group.whole.exchange(rows, sent, [len(tokens) for tokens in theirs])
-        place = self.local(torch.cat(theirs), T).argsort().to(x.device)
+        received = group.whole.exchange(rows, sent, [len(tokens) for tokens in tokens_from])
+        place = self.local(torch.cat(tokens_from), T).argsort().to(x.device)
         return received.index_select(0, place).movedim(0, dim)
 
     def _agree(self, op: str, x: Tensor, dim: int, group: RingGroups, source: "Layout") -> None:
-        """Compares the arguments of `op` on all ranks, before shards of `source` are rearranged.
+        """Compares the arguments of `op` on all ranks before shards of `source` are rearranged.
 
         Raises on every rank if an argument is wrong on any rank, or differs between ranks.
         """
@@ -167,7 +165,7 @@ class Layout:
 
 
 def check_layout(op: str, layout: Layout | None, world: int) -> None:
-    """Raises ValueError unless `layout`, which deals tokens to ranks, is for `world` ranks."""
+    """Raises ValueError unless `layout` is a Layout for `world` ranks."""
     if not isinstance(layout, Layout):
         got, fix = f"layout is of type {type(layout).__name__}", f"pass StripedLayout({world})"
         raise ValueError(need(op, got, "a layout", fix))
@@ -253,7 +251,7 @@ class ZigZagLayout(Layout):
 
 @dataclass(frozen=True)
 class StripedLayout(Layout):
-    """Cuts the sequence into stripes of 64 or 128 tokens and deals them to the ranks in turn.
+    """Cuts the sequence into stripes of 64 or 128 tokens and assigns them to the ranks in turn.
 
     Work is spread evenly for dense masks and for diagonals.
     """
@@ -276,7 +274,7 @@ class StripedLayout(Layout):
 
     @property
     def buckets(self) -> int:
-        """Number of ranks that stripes are dealt to."""
+        """Number of ranks among which stripes are distributed."""
         return self.world
 
     @property

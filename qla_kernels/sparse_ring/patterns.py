@@ -1,7 +1,7 @@
-"""Defines the mask patterns a caller may pass: VerticalSlash, FixedVerticalSlash and Dense.
+"""The mask patterns: VerticalSlash, FixedVerticalSlash and Dense.
 
-VerticalSlash is a budget, from which lines are estimated; FixedVerticalSlash names the lines; Dense
-takes every diagonal.
+VerticalSlash has a budget and estimates the lines; FixedVerticalSlash lists the lines; Dense has
+every diagonal.
 """
 
 import functools
@@ -22,25 +22,25 @@ Lines = tuple[tuple[int, ...], ...]  # one tuple for each query head, or one for
 
 @dataclass(frozen=True)
 class VerticalSlash:
-    """Pattern whose lines are estimated, for each head, from the last complete block of queries.
+    """A pattern that estimates the lines of each head from the last complete block of queries.
 
-    Each head gets the fewest lines that hold a target share of that block's attention, in order of
-    falling attention; the line at which the target is reached is included. Verticals are single key
-    columns, slashes are diagonals of 64 x 64 blocks. Forced lines are taken in any case.
+    Each head gets the lines with the most attention of that block, until they reach a target share
+    of it. Verticals are single key columns, slashes are diagonals of 64 x 64 blocks. Forced lines
+    are always included.
     """
 
     recall_v: float = 0.95  # target share of the verticals
     recall_s: float = 0.95  # target share of all lines; with "independent", of the slashes alone
-    max_v: int = 4096  # most columns of a head: an index has room for this many
+    max_v: int = 4096  # most columns of a head, for which an index has room
     max_s: int | None = None  # most diagonals of a head; None for no limit
     sink: int = 4  # the first `sink` columns are forced
     window: int = 2  # the first `window` diagonals are forced
     estimator: Literal["residual", "independent"] = "residual"
     kappa: int = 8  # residual: a column qualifies above kappa times the mean of its tile's others
-    gap_close: int = 0  # holes of at most this many diagonals are filled: longer runs, faster
+    gap_close: int = 0  # fill gaps of at most this many diagonals: longer runs are faster
 
     def __post_init__(self) -> None:
-        """Raises ValueError if a field has another type or is out of range."""
+        """Raises ValueError if a field has a wrong type or is out of range."""
         for name in ("max_v", "max_s", "sink", "window", "kappa", "gap_close"):
             x = getattr(self, name)
             if type(x) is not int and (name, x) != ("max_s", None):
@@ -67,16 +67,16 @@ class VerticalSlash:
             self._refuse(f"max_s is {self.max_s}", needs, "raise it, or pass None for no limit")
 
     def _refuse(self, got: str, needs: str, fix: str) -> None:
-        """Raises a ValueError that names this class; `got` says which field has which value."""
+        """Raises a ValueError in the name of this class; the arguments are those of `need`."""
         raise ValueError(need("VerticalSlash", got, needs, fix))
 
 
 @dataclass(frozen=True)
 class FixedVerticalSlash:
-    """Pattern of given lines: columns by token, diagonals by distance in 64-token blocks.
+    """A pattern of fixed lines: columns as tokens, diagonals as distances in blocks of 64 tokens.
 
-    Each argument is one list for all query heads, or a list of lists, one for each head. Arrays and
-    tensors are accepted in place of lists. Diagonal 0 is always part of the mask.
+    Each argument is one list for all query heads, or a list for each head. Arrays and tensors are
+    accepted too. Diagonal 0 is always part of the mask.
     """
 
     v_idx: Any
@@ -91,7 +91,7 @@ class FixedVerticalSlash:
     def described(self) -> str:
         """A short text that ranks compare: the numbers of heads, and a SHA-256 of all lines.
 
-        The lines of 32 heads written out would take megabytes, and milliseconds to write.
+        A list of the lines of 32 heads would take megabytes.
         """
         contents = hashlib.sha256()
         for lines in (self.v_idx, self.d_idx):
@@ -103,7 +103,7 @@ class FixedVerticalSlash:
 
 @dataclass(frozen=True)
 class Dense:
-    """Pattern of plain causal attention, run by the same kernels: every diagonal, no column."""
+    """A pattern for plain causal attention with the same kernels: every diagonal, no column."""
 
 
 Pattern = VerticalSlash | FixedVerticalSlash | Dense
@@ -117,16 +117,16 @@ PAPER: dict[str, Any] = {
 }
 
 
-def _lines(name: str, given: Sequence[Any]) -> Lines:
+def _lines(name: str, numbers: Sequence[Any]) -> Lines:
     """Returns lines as sorted tuples without repetitions, one for each head or one for all.
 
-    `given` is a sequence of numbers, or of sequences of numbers. Raises ValueError if it has
+    `numbers` is a sequence of numbers, or of sequences of numbers. Raises ValueError if it has
     another form, or if a line is negative.
     """
     try:
-        by_head = any(getattr(x, "ndim", isinstance(x, Sequence)) for x in given)
-        heads: Sequence[Any] = given if by_head else [given]
-        lines = tuple(tuple(sorted({_whole(i) for i in head})) for head in heads)
+        by_head = any(getattr(x, "ndim", isinstance(x, Sequence)) for x in numbers)
+        heads: Sequence[Any] = numbers if by_head else [numbers]
+        lines = tuple(tuple(sorted({_integer(i) for i in head})) for head in heads)
     except (TypeError, ValueError) as error:
         got = f"{name} cannot be read ({error})"
         fix = "pass columns as tokens, diagonals as distances in blocks of 64 tokens"
@@ -139,12 +139,12 @@ def _lines(name: str, given: Sequence[Any]) -> Lines:
     return lines
 
 
-def _whole(x: Any) -> int:
-    """Returns x as an int. Raises ValueError for text and for numbers that are not whole.
+def _integer(x: Any) -> int:
+    """Returns x as an int; ValueError for text and for numbers that are not integers.
 
-    Floats with a whole value are accepted, because arrays and tensors of floats hold such numbers.
+    Accepts floats with an integer value, because arrays and tensors of floats contain them.
     """
-    whole = int(x)
-    if isinstance(x, str) or whole != x:
+    integer = int(x)
+    if isinstance(x, str) or integer != x:
         raise ValueError(f"{x!r} is no integer")
-    return whole
+    return integer

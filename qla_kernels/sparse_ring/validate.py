@@ -1,10 +1,9 @@
 """Checks the arguments of a call.
 
     check_*   raise ValueError if a call is malformed, on every device
-    refusal   returns the text of an Unsupported error if a call is well formed, but this version
-              cannot run it
+    refusal   returns the text of an Unsupported if this version cannot run a well-formed call
 
-Both decide from shapes, dtypes, strides and settings, not from contents of q, k and v.
+They look at shapes, dtypes, strides and settings, not at the contents of q, k and v.
 """
 
 import torch
@@ -45,9 +44,14 @@ def refusal(
 ) -> str | None:
     """Returns the reason why this version cannot run a call, or None if it can.
 
-    The answer holds for the forward and the backward. Tensors are one rank's, q [B, L, H, D], k and
-    v [B, L, Hk, D]. Given a `capability`, the function answers for a GPU of that capability,
-    whatever the device of the tensors.
+    The answer is for forward and backward.
+
+    Args:
+        q, k, v: the tensors of one rank: q [B, L, H, D], k and v [B, L, Hk, D].
+        world: number of ranks.
+        scale: as in `sparse_attention`.
+        capability: answer for a GPU of this compute capability, whatever the tensors' device.
+        op: the function's name, with which the text begins.
     """
     reason = _refused_everywhere(q, k, v, world, scale)
     if reason is None and (q.is_cuda or capability is not None):
@@ -149,7 +153,7 @@ def defaults(
 def check_lines(
     op: str, q: Tensor, T: int, seqlen: int, pattern: Pattern | None, index: VSIndex | None
 ) -> None:
-    """Raises ValueError unless there is a pattern or an index, which fits q, T and seqlen."""
+    """Raises ValueError unless there is one of pattern and index, and it fits q, T and seqlen."""
     if (pattern is None) == (index is None):
         got = f"{'neither' if pattern is None else 'both'} of pattern and index were passed"
         fix = "pass pattern=VerticalSlash(), or index=build_index(q, k, pattern)"
