@@ -1,7 +1,7 @@
-"""Facts about the inference engines that plug-ins of this package work with.
+"""The inference engines for which this package has plug-ins, and their versions.
 
-A plug-in replaces parts of an engine that are not a public interface, so that it knows each version
-by name. tests/host/engines.json has the digests of these parts.
+A plug-in replaces parts of an engine that are not a public interface, so it works only with the
+versions listed here. tests/host/engines.json has the digests of these parts.
 """
 
 import logging
@@ -31,9 +31,9 @@ def unknown_version(engine: str) -> str | None:
 
 
 def say_ran(engine: str, what: str, device: torch.device) -> None:
-    """Logs, once a process, that the plug-in's first call of a kind was launched.
+    """Logs once per process that a plug-in launched its first call of this kind.
 
-    A replay of a CUDA graph runs no Python: its calls are those of the capture.
+    A replay of a CUDA graph runs no Python, and logs nothing.
     """
     if not torch.compiler.is_compiling():
         _say_first(engine, what, str(device))
@@ -45,14 +45,14 @@ def _say_first(engine: str, what: str, where: str) -> None:
 
 
 def plug_in_of_vllm() -> str:
-    """Returns whether the plug-in fits the installed vLLM, and is switched on."""
+    """Returns a text: whether the plug-in fits the installed vLLM, and whether it is on."""
     named = os.environ.get("VLLM_PLUGINS")
     on = "on" if "qla_kernels" in (named or "").split(",") else "off"
     return _fits("vllm", f"VLLM_PLUGINS is {'not set' if named is None else repr(named)}: {on}")
 
 
 def plug_in_of_sglang() -> str:
-    """Returns whether the plug-in fits the installed SGLang, and how it is switched on."""
+    """Returns a text: whether the plug-in fits the installed SGLang, and how to switch it on."""
     return _fits(
         "sglang", "on by --linear-attn-prefill-backend qla and --linear-attn-decode-backend qla"
     )

@@ -6,13 +6,13 @@
 
     torchrun --nproc-per-node 8 -m qla_kernels.integrations.fla train.py --options-of-train
 
-The second form registers, and then runs a program that you need not change.
+The second form registers the backend and then runs an unchanged program.
 
 At each call FLA asks its backends in the order of their priorities: FlashQLA has 3, ours 2, or 4
-with `prefer=False`. Our backend declines calls that this version cannot run, with the reason, and
-FLA then runs them itself. It also declines malformed calls, so that FLA raises its own error;
-with a `cp_context` ours is raised instead, on every rank. FLA_QLA_KERNELS=0 switches the backend
-off. FLA logs once which backend runs a function and why others declined.
+with `prefer=False`. Our backend declines calls that this version cannot run, and FLA then runs them
+itself. It also declines malformed calls, so that FLA raises its own error; with a `cp_context` our
+function raises the error, on every rank. FLA_QLA_KERNELS=0 switches the backend off. FLA logs once
+which backend runs a function and why others declined.
 """
 
 import argparse
@@ -46,18 +46,18 @@ PREFERRED, PRIORITY = 2, 4  # FlashQLA's is 3; the lowest is asked first
 
 log = logging.getLogger("qla_kernels")
 
-_asked: Any = None  # our latest backend in FLA's registry; FLA skips all others of ours
+_asked: Any = None  # our latest backend in FLA's registry; FLA skips our earlier ones
 
 
 class Status(NamedTuple):
-    """What FLA does with the calls of this process; `str` makes a sentence of it."""
+    """Whether FLA asks our backend, and how many calls it took; str(status) is a sentence."""
 
     registered: bool  # and not unregistered since
-    off: tuple[str, ...]  # settings for which FLA does not ask us all the same
+    off: tuple[str, ...]  # settings that switch our backend off although it is registered
     priority: int | None
-    taken: int  # calls since `register` that we ran
-    declined: int  # and that we did not
-    reason: str | None  # why we declined the last one of those
+    taken: int  # calls since `register` that our backend ran
+    declined: int  # calls since `register` that it left to FLA
+    reason: str | None  # why it declined the last one
 
     def __str__(self) -> str:
         if not self.registered:
@@ -65,18 +65,21 @@ class Status(NamedTuple):
             return f"fla does not ask qla_kernels: {why}"
         if self.off:
             return f"fla does not ask qla_kernels: {' and '.join(self.off)}"
-        said = f"fla asks qla_kernels, with priority {self.priority}: {self.taken} calls taken, "
+        counts = f"{self.taken} calls taken, {self.declined} declined"
         because = "" if self.reason is None else f", the last because of {self.reason!r}"
-        return f"{said}{self.declined} declined{because}"
+        return f"fla asks qla_kernels, with priority {self.priority}: {counts}{because}"
 
 
 def register(prefer: bool = True) -> bool:
-    """Offers our gated delta rule to FLA, before FlashQLA if `prefer`; replaces an earlier call.
+    """Registers our gated delta rule as a backend of FLA; replaces an earlier registration.
+
+    Logs a warning if no visible GPU runs our kernels: calls with CUDA tensors are then declined.
+
+    Args:
+        prefer: True asks our backend before FlashQLA, False after it.
 
     Returns:
         True if FLA will ask our backend. If not, a warning names the variable that switched it off.
-        Another warning is logged if no visible GPU runs our kernels: calls with CUDA tensors are
-        then declined.
 
     Raises:
         Unsupported: FLA cannot be imported, or is too old to have backends.
@@ -93,14 +96,14 @@ def register(prefer: bool = True) -> bool:
 
 
 def unregister() -> bool:
-    """Undoes `register`: FLA stops asking us. Returns whether it asked before."""
+    """Undoes `register`. Returns whether our backend was registered."""
     global _asked
     before, _asked = _asked, None
     return before is not None
 
 
 def status() -> Status:
-    """Returns whether FLA asks us, and how many calls we took and declined since `register`."""
+    """Returns whether FLA asks our backend, and how many calls it took since `register`."""
     if (ours := _asked) is None:
         return Status(False, (), None, 0, 0, None)
     off = []
@@ -114,16 +117,17 @@ def status() -> Status:
 
 
 def _no_hopper() -> str | None:
-    """Returns a text that says that no visible GPU runs our kernels, or None if one does.
+    """Returns a warning if no visible GPU runs our kernels, or None if one does.
 
-    FLA has asked torch for GPUs when it was imported, so this call initialises nothing.
+    FLA asks torch for GPUs when it is imported, so this call initialises nothing.
     """
-    found = device.capabilities()
-    if CAPABILITY in found:
+    capabilities = device.capabilities()
+    if CAPABILITY in capabilities:
         return None
     reason = "no GPU is visible", "a Hopper GPU", "calls with CUDA tensors stay FLA's"
-    if found:
-        reason = refused_device(found[0], torch.bfloat16, "leave such calls to FLA") or reason
+    if capabilities:
+        fix = "leave such calls to FLA"
+        reason = refused_device(capabilities[0], torch.bfloat16, fix) or reason
     return need(NAME, *reason)
 
 
@@ -152,9 +156,9 @@ def declined(
 ) -> str | None:
     """Returns why our backend declines a call of FLA's function, or None if it runs the call.
 
-    A keyword that we do not know is logged as a warning, once: FLA ignores most of those, so that a
-    misspelt one costs its effect and our kernels. The call may be malformed. A malformed call with
-    a cp_context returns None: our function then raises the error on all ranks.
+    The arguments are those of FLA's function, and may be malformed. For a malformed call with a
+    cp_context it returns None: our function then raises the error on all ranks. Logs a warning,
+    once, for unknown keywords, most of which FLA silently ignores.
     """
     if others:
         _warn_of_keywords(*sorted(others))
@@ -261,18 +265,18 @@ def _backend(base: type, order: int) -> type:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Registers, and runs a program as Python would: a file, or a module after -m."""
+    """Registers our backend and runs a program as Python would: a file, or a module after -m."""
     parser = argparse.ArgumentParser(
         "python -m qla_kernels.integrations.fla",
         description="Offer our gated delta rule to FLA, then run a program that uses FLA.",
-        epilog=f"environment: QLA_LOG=info says at the end how many calls we took; {SWITCH}=0 "
+        epilog=f"environment: QLA_LOG=info prints at the end how many calls we took; {SWITCH}=0 "
         "leaves all calls to FLA",
     )
     how = argparse.BooleanOptionalAction
-    parser.add_argument("--prefer", action=how, default=True, help="ask us before FlashQLA")
+    parser.add_argument("--prefer", action=how, default=True, help="before FlashQLA")
     parser.add_argument("-m", action="store_true", dest="module", help="PROGRAM is a module")
     parser.add_argument("program", metavar="PROGRAM", help="such as train.py")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="handed on to it")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     options = parser.parse_args(arguments)
     try:
         register(options.prefer)

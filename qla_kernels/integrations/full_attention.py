@@ -1,8 +1,7 @@
-"""Checks that the layers of a Hugging Face model mix tokens by full causal attention only.
+"""Checks that the layers of a Hugging Face model are full causal attention.
 
-Layers of gated delta nets pass as well where the caller says that they follow the same layout.
-
-transformers itself only logs that a model has its own attention, and continues with that.
+Gated delta nets pass too if the caller says that they follow the same layout. transformers itself
+only logs that a model's attention cannot be replaced, and continues with that.
 """
 
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ AFTER_PADDING = ("create_position_ids_from_input_ids", "create_position_ids_from
 
 
 def layer_kinds(model: Any) -> tuple[str, ...]:
-    """Returns the kind of each layer, by the config of a model or layer, or by a config itself."""
+    """Returns the kind of each layer, from the config of a model or layer, or from a config."""
     text = text_config(model)
     # models of transformers 4 use the second name
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
@@ -33,7 +32,10 @@ def text_config(model: Any) -> Any:
 
 
 def other_layers(model: Any, linear: bool = False) -> Complaint | None:
-    """Returns the kinds of layers besides full attention, or None; `linear` accepts those, too."""
+    """Returns a complaint about layers besides full attention, or None.
+
+    `linear` accepts layers of linear attention.
+    """
     others = sorted(
         {*layer_kinds(model)} - {"full_attention", "attention"} - ({LINEAR} if linear else set())
     )
@@ -46,11 +48,11 @@ def other_layers(model: Any, linear: bool = False) -> Complaint | None:
 
 
 def anything_else(model: Any, linear: bool = False) -> Complaint | None:
-    """Returns a property of a model, or its config, that rules out our attention, or else None.
+    """Returns a complaint about a property of a model or config that our attention lacks, or None.
 
-    Such properties are layers that recur, windows, capped scores, dropout, attention that looks
-    ahead, an attention that cannot be exchanged, and positions that do not begin at 0. Returns
-    (property, needed property). `linear` accepts layers of linear attention.
+    Such properties are recurrent layers, windows, capped scores, dropout, attention to later
+    tokens, an attention that cannot be replaced, and positions that do not begin at 0. `linear`
+    accepts layers of linear attention.
     """
     if (complaint := other_layers(model, linear)) is not None:
         return complaint
@@ -78,8 +80,7 @@ def anything_else(model: Any, linear: bool = False) -> Complaint | None:
 def _exchangeable(model: Any, kinds: tuple[str, ...]) -> bool:
     """Returns whether a model's attention goes through transformers' AttentionInterface.
 
-    Its flag says no for models with linear layers, whose attention layers do; those have a method
-    that reads their source.
+    The flag is wrong for models with linear layers, which have a method that reads their source.
     """
     if LINEAR in kinds and hasattr(model, "_can_set_attn_implementation"):
         return bool(model._can_set_attn_implementation())
@@ -87,11 +88,11 @@ def _exchangeable(model: Any, kinds: tuple[str, ...]) -> bool:
 
 
 def looks_ahead(module: nn.Module, is_causal: bool | None) -> str | None:
-    """Returns why a layer's tokens may see later ones, or another sequence's; None if it is causal.
+    """Returns why a layer may not be causal, or None if it is causal.
 
-    As in transformers, the keyword is_causal takes precedence over the layer's attribute: encoders
-    and cross-attention set that to False. Some encoders have neither; every causal layer has the
-    attribute, because transformers' own FlashAttention requires it.
+    As in transformers, the keyword is_causal takes precedence over the layer's attribute, which is
+    False for encoders and cross-attention. Some encoders have neither; every causal layer has the
+    attribute, because transformers' FlashAttention requires it.
     """
     if is_causal is None:
         is_causal = getattr(module, "is_causal", None)
@@ -101,6 +102,6 @@ def looks_ahead(module: nn.Module, is_causal: bool | None) -> str | None:
 
 
 def _decoder_layers(model: Any) -> Iterator[nn.Module]:
-    """Yields the decoder's modules: image encoders look ahead, and need not run."""
+    """Returns the decoder's modules, without image encoders, which need not be causal."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     return decoder.modules() if isinstance(decoder, nn.Module) else iter(())

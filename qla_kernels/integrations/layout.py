@@ -1,4 +1,4 @@
-"""`readable`: tensors as our kernels read them, where another library decides their strides."""
+"""`readable`: makes strides of another library's tensors readable for our kernels."""
 
 from torch import Tensor
 
@@ -6,8 +6,8 @@ from torch import Tensor
 def readable(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns q, k and v, each as a contiguous copy if its last stride is not 1.
 
-    A convolution returns such tensors: tokens, not channels, are adjacent. Our public functions
-    refuse them, so that their caller copies; here the caller is another library.
+    A convolution returns such tensors. Our public functions refuse them and leave the copy to the
+    caller; here the caller is another library.
     """
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     return q, k, v

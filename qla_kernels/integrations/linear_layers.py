@@ -1,16 +1,15 @@
 """The convolution of gated-delta-net layers of Hugging Face transformers, and packed batches.
 
 A call of a model with `shared_prefix=batch.layout` runs the convolution and the gated delta rule of
-such a layer over the nodes of the layout: each node continues from the end of its parent. In other
-calls the convolution is ours where it can be. `swap` of transformers.py puts the functions of this
-file into layers, in one of two ways:
+such a layer over the nodes of the layout: each node continues from the end of its parent. Other
+calls use our convolution if it can run. `swap` of transformers.py puts the functions of this file
+into layers, in one of two ways:
 
-- Since transformers 5.15 a layer calls functions of its module, and hands them all keywords of the
+- Since transformers 5.15 a layer calls functions of its Python module with all keywords of the
   model's call. Nothing else is needed.
-- Until 5.14 a layer calls functions that it holds, with at most two of these keywords.
-  `PackedCall` takes the layout from the call of the decoder layer around it, by two hooks. In these
-  releases activation checkpointing recomputes a decoder layer with its hooks; since 5.15 it does
-  not.
+- Until 5.14 a layer calls functions that it holds, with at most two of these keywords. `PackedCall`
+  takes the layout from the call of the surrounding decoder layer, by two hooks. In these releases
+  activation checkpointing recomputes a decoder layer with its hooks; since 5.15 it does not.
 """
 
 from collections.abc import Callable
@@ -46,8 +45,8 @@ def rule(
 ) -> tuple[Tensor, None]:
     """Runs the gated delta rule over the nodes of a layout; returns (o [1, T, HV, V], None).
 
-    q, k [1, T, H, K], v [1, T, HV, V], g and beta [1, T, HV]. Raises ValueError for more than one
-    row, a cache, and the bounds of another packed batch.
+    q and k are [1, T, H, K], v is [1, T, HV, V], g and beta are [1, T, HV]. Raises ValueError for
+    more than one row, a cache, or cu_seqlens beside the layout.
     """
     _check_row(q.shape[0], q.shape[1], layout)
     if initial_state is not None or output_final_state:
@@ -68,9 +67,9 @@ def convolution(
     shared_prefix: SharedLayout,
     seq_idx: Tensor | None = None,
 ) -> Tensor:
-    """Runs a layer's causal convolution over the nodes of a layout; x and the result [1, C, T].
+    """Runs a layer's causal convolution over the nodes of a layout.
 
-    weight is [C, W]. Raises ValueError as `rule` does.
+    x and the result are [1, C, T], weight is [C, W]. Raises ValueError as `rule` does.
     """
     _check_row(x.shape[0], x.shape[2], shared_prefix)
     _check_alone("seq_idx", seq_idx)
@@ -89,12 +88,12 @@ def of_rows(
     cu_seq_lens_q: Tensor | None = None,
     **_: Any,
 ) -> Tensor | None:
-    """Runs a layer's causal convolution in a call without a layout; x and the result [B, C, T].
+    """Runs a layer's causal convolution without a layout, or returns None if ours cannot run.
 
-    Each row is a sequence, or one row is a pack with these bounds. Channels of the result are
-    adjacent, as the gated delta rule reads them. Returns None where the layer's own has to run: for
-    what `causal_conv1d` refuses, and for sequences that seq_idx alone keeps apart, because their
-    bounds are not known without waiting for the GPU.
+    x and the result are [B, C, T]. Each row is a sequence, or one row is packed with cu_seq_lens_q.
+    Channels of the result are adjacent, as the gated delta rule reads them. Returns None for what
+    `causal_conv1d` refuses, and for packed sequences with seq_idx alone, whose bounds are not known
+    without waiting for the GPU.
     """
     apart = seq_idx is not None or cu_seq_lens_q is not None
     if activation not in ACTIVATIONS or (apart and (cu_seq_lens_q is None or x.shape[0] != 1)):
@@ -117,7 +116,7 @@ def check_apart(
 ) -> None:
     """Raises Unsupported for a pack whose sequences the layer's own convolution would mix.
 
-    `of_rows` did not take it. `follows`: the layer's own keeps apart what seq_idx tells it.
+    Called if `of_rows` returned None. `follows`: the layer's own convolution uses seq_idx.
     """
     if (seq_idx is None and bounds is None) or (follows and seq_idx is not None):
         return
@@ -137,7 +136,7 @@ def _refuse_pack(got: str) -> NoReturn:
 
 
 def refuse_replica(layer: nn.Module) -> None:
-    """Raises Unsupported for a copy that DataParallel made: all of them share one object's call."""
+    """Raises Unsupported for a replica made by DataParallel: replicas share one PackedCall."""
     if getattr(layer, "_is_replica", False):
         got, needs = "a swapped layer in a DataParallel", "one process for each GPU"
         fix = "use DistributedDataParallel, started by torchrun"
@@ -153,21 +152,18 @@ def _check_row(rows: int, tokens: int, layout: SharedLayout) -> None:
         raise ValueError(need(OP, got, needs, "pass batch.input_ids[None] and use_cache=False"))
 
 
-def _check_alone(name: str, given: Tensor | None) -> None:
-    if given is not None:
+def _check_alone(name: str, tensor: Tensor | None) -> None:
+    if tensor is not None:
         fix = "leave it out: the layout says where sequences begin"
         raise ValueError(need(OP, f"{name} beside {KEY}", "one of the two", fix))
 
 
 class PackedCall:
-    """What the running call of a decoder layer says of its sequences; None where it says nothing.
+    """The sequences of a decoder layer's current call: its layout, or bounds and seq_idx, or None.
 
-    The layout, or the bounds of another pack and the number of each token's sequence in it, which
-    layers before transformers 5.14 do not hand on.
-
-    Two hooks of the decoder layer set and remove it; the second also runs after an error. It raises
-    if the layer did not ask for the layout twice, for the convolution and for the rule: another
-    forward in the layer's place may call other functions.
+    Layers before transformers 5.14 do not pass these on. Two hooks of the decoder layer set and
+    remove them; the second also runs after an error. It raises unless the layer asked for the
+    layout twice, for the convolution and for the rule: a replaced forward may call other functions.
     """
 
     def __init__(self, mixes: bool) -> None:
@@ -211,7 +207,7 @@ class PackedCall:
 
 
 class Held:
-    """A function that a layer holds: one of ours, with the layout or bounds of the running call."""
+    """A function that a layer holds: ours, with the layout or bounds of the current call."""
 
     def __init__(self, function: Callable[..., Any], call: PackedCall, packs: bool) -> None:
         self.function, self.call, self.packs = function, call, packs

@@ -1,9 +1,9 @@
 """`one_label`: packs padded rows so that every packed token predicts at most one target.
 
 The last token of a prompt predicts the first token of every response. Heads that compute
-log-probabilities without logits take one label a token, so here each response begins with a copy of
-that token: the tree forks one token before responses differ. A group of N responses takes N - 1
-tokens more than the batch of `pack_padded`; results and gradients are the same.
+log-probabilities without logits take one label per token, so here each response begins with a copy
+of that token. A group of N responses takes N - 1 tokens more than in `pack_padded`; results and
+gradients are the same.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ IGNORED = -100  # the label of a token that predicts nothing
 
 
 class LabelledRows(NamedTuple):
-    """T packed tokens of B padded rows with W' columns of responses."""
+    """B padded rows with W' columns of responses, in T packed tokens with one label each."""
 
     layout: SharedLayout
     input_ids: Tensor  # [T]
@@ -35,7 +35,7 @@ class LabelledRows(NamedTuple):
         return self.layout.num_tokens
 
     def to_padded(self, x: Tensor) -> Tensor:
-        """Returns x, a number for each packed token [T], as [B, W']: 0 for padding."""
+        """Returns x [T], one number per packed token, as [B, W'], with 0 for padding."""
         return torch.where(self.is_target, x[self.column], 0)
 
 
@@ -48,8 +48,8 @@ def by_prompt(groups: Sequence[PaddedGroup], size: int) -> list[list[int]]:
 def one_label(input_ids: Tensor, attention_mask: Tensor, prompt_width: int) -> LabelledRows:
     """Packs rows [B, W]: prompts padded on the left to prompt_width, responses on the right.
 
-    Rows with equal prompts share them. Waits for the device, and raises ValueError, as
-    `pack_padded`.
+    Rows with equal prompts share them. Like `pack_padded`, it waits for the device and raises
+    ValueError.
     """
     groups = padded_groups(input_ids, attention_mask, prompt_width)
     rows, width = input_ids.shape

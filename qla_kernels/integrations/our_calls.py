@@ -1,7 +1,7 @@
-"""Refuses what is no model, and calls of a prepared one that would run, with wrong results.
+"""Refuses arguments that are no models, and calls of prepared models that would be silently wrong.
 
-transformers drops a two-dimensional mask for attentions that it does not know, while linear layers
-multiply it in; and an attention that is not ours ignores our keyword.
+transformers drops a two-dimensional mask for attentions that it does not know, but linear layers
+apply it; and an attention that is not ours ignores our keyword.
 """
 
 import inspect
@@ -18,13 +18,13 @@ from qla_kernels.integrations.full_attention import text_config
 
 @dataclass(eq=False)
 class OurCalls:
-    """A hook before the forward of a model's decoder, for calls with `keyword`."""
+    """A forward pre-hook of a model's decoder: checks the mask and attention of calls."""
 
     op: str
     keyword: str
-    names: set[str]  # of attentions that read it
-    without_mask: str  # what to do in place of a mask
-    mask_at: int  # its place among the forward's arguments, or -1
+    names: set[str]  # names of attentions that read `keyword`
+    without_mask: str  # what to do instead of passing a mask
+    mask_at: int  # position of the mask among the forward's arguments, or -1
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if kwargs.get(self.keyword) is None:
@@ -46,19 +46,19 @@ LOAD = "load the model first, as by AutoModelForCausalLM.from_pretrained"
 
 
 def expect_module(op: str, model: Any) -> None:
-    """Raises TypeError unless `model` is a module: a name, a config or a list of layers is none."""
+    """Raises TypeError unless `model` is a torch.nn.Module."""
     if not isinstance(model, nn.Module):
         raise TypeError(need(op, described("model", model), "a torch.nn.Module", LOAD))
 
 
 def expect_model_or_config(op: str, model: Any) -> None:
-    """Raises TypeError for a name, a list or None, in which every check would find nothing."""
+    """Raises TypeError for a name, a list or None."""
     if type(model).__module__ == "builtins":
         raise TypeError(need(op, described("model", model), "a model or its config", LOAD))
 
 
 def expect_model(op: str, model: Any) -> None:
-    """Raises TypeError unless `model` is one of transformers itself."""
+    """Raises TypeError unless `model` is a model of transformers, not wrapped."""
     expect_model_or_config(op, model)
     if not hasattr(model, "set_attn_implementation"):
         fix = "pass the model itself, before another module wraps it"
@@ -66,7 +66,7 @@ def expect_model(op: str, model: Any) -> None:
 
 
 def watch(model: nn.Module, op: str, keyword: str, names: set[str], without_mask: str) -> None:
-    """Installs the hook, on the module through which all calls of the model go; once."""
+    """Installs an `OurCalls` hook on the module through which all calls of a model go; once."""
     module = getattr(model, "base_model", model)
     parameters = [*inspect.signature(module.forward).parameters]
     mask_at = parameters.index("attention_mask") if "attention_mask" in parameters else -1

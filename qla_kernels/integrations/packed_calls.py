@@ -1,7 +1,7 @@
-"""Looks at calls of a swapped model whose sequences its gated-delta-net layers would mix, or lose.
+"""Checks calls of a swapped model for packed sequences that gated delta nets would mix or drop.
 
-Softmax attention of transformers keeps sequences apart whose position_ids restart. Gated delta nets
-and their convolutions need cu_seq_lens_q for that, which has to end where the row ends.
+Softmax attention of transformers separates sequences where position_ids restart. Gated delta nets
+and their convolutions need cu_seq_lens_q for that, and it must end where the row ends.
 """
 
 import inspect
@@ -31,17 +31,17 @@ log = logging.getLogger("qla_kernels")
 
 @dataclass(eq=False)
 class PackedCalls:
-    """A hook before the forward of a model's decoder, for calls without a cache.
+    """A forward pre-hook of a model's decoder: checks the bounds of calls without a cache.
 
-    Warns once for position_ids that restart without cu_seq_lens_q, and raises Unsupported under
-    QLA_CHECK=1. Raises ValueError for cu_seq_lens_q that does not end where the row ends.
+    Warns once if position_ids restart without cu_seq_lens_q; under QLA_CHECK=1 raises Unsupported.
+    Raises ValueError if cu_seq_lens_q does not end where the row ends.
 
-    On the CPU, and under QLA_CHECK=1, it looks at every call. On a GPU it looks at the first call
-    with bounds and the first with positions alone, and waits for the GPU once for each.
+    On the CPU, and under QLA_CHECK=1, it checks every call. On a GPU it checks the first call with
+    bounds and the first one with positions alone, and waits for the GPU once for each.
     """
 
     names: tuple[str, ...]  # of the forward's arguments
-    looked: set[str] = field(default_factory=set)  # at these on a GPU
+    looked: set[str] = field(default_factory=set)  # arguments on a GPU that were checked
     warned: bool = False
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -77,10 +77,10 @@ class PackedCalls:
 
 
 def restarts(position_ids: Tensor, mask: Any) -> bool:
-    """Returns whether a token's position is less than that of the token before it in its row.
+    """Returns whether positions decrease within a row.
 
-    position_ids is [B, T], or [4, B, T], whose first axis is that of texts; of other shapes it is
-    False. Tokens that a mask [B, T] names are left out, because padding has any position.
+    position_ids is [B, T], or [4, B, T], of which only the first, of text, counts; False for other
+    shapes. Tokens that a mask [B, T] marks as padding do not count.
     """
     rows = position_ids[0] if position_ids.dim() == 3 and len(position_ids) == 4 else position_ids
     if rows.dim() != 2:
@@ -107,7 +107,7 @@ def _decoder(model: nn.Module) -> nn.Module:
 
 
 def watch(model: nn.Module) -> None:
-    """Installs the hook; once."""
+    """Installs a `PackedCalls` hook on a model, once."""
     module = _decoder(model)
     if not any(isinstance(x, PackedCalls) for x in module._forward_pre_hooks.values()):
         names = tuple(inspect.signature(module.forward).parameters)
@@ -115,7 +115,7 @@ def watch(model: nn.Module) -> None:
 
 
 def forget(model: nn.Module) -> None:
-    """Removes the hook."""
+    """Removes the hook of `watch`."""
     module = _decoder(model)
     hooks = module._forward_pre_hooks
     for key in [key for key, hook in hooks.items() if isinstance(hook, PackedCalls)]:

@@ -10,16 +10,16 @@ from qla_kernels.errors import need
 
 
 def depths(layout: SharedLayout) -> Tensor:
-    """Returns the index of each packed token in the sequences that contain it: [T] on the CPU."""
+    """Returns the index of each packed token in its sequences, [T] on the CPU."""
     return _depths(layout)[0]
 
 
 def check_positions(op: str, layout: SharedLayout, position_ids: Any) -> None:
-    """Raises ValueError unless position_ids follow the layout, up to one offset a tree.
+    """Raises ValueError unless position_ids follow the layout, up to one offset per tree.
 
-    Positions of a prompt may begin at any number, but each response has to continue where its
-    prompt ended. Waits for the device. Checks nothing if position_ids are not one row of T numbers:
-    layers of some models get none, or those of several axes.
+    Positions of a prompt may begin at any number, but each response must continue where its prompt
+    ended. Waits for the device. Checks nothing unless position_ids are one row of T numbers: layers
+    of some models get none, or several axes.
     """
     if not isinstance(position_ids, Tensor) or position_ids.numel() != layout.num_tokens:
         return

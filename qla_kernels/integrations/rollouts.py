@@ -6,14 +6,13 @@
   batch_invariant=True)`;
 - calls with a cache by a `GdnPool`, in which slot n is row n of the batch.
 
-The pool is an attribute of the layer's part of the cache, so it is copied and freed with it. What
-transformers keeps there as the recurrent state are numbers of rows. `Cache.reorder_cache` selects
-among them, and the next call selects the pool's slots likewise.
+The pool is an attribute of the layer's part of the cache, so it is copied and freed with it.
+transformers stores row numbers there as the recurrent state. `Cache.reorder_cache` reorders them,
+and the next call reorders the pool's slots accordingly.
 
-Padding before and after a sequence, which a layer's mask names, is left out, because a chunk has
-other bits if its tokens lie elsewhere in it: a sequence of a padded batch is computed as if it were
-alone. Masked tokens between others of a call stay, as in layers of transformers, which set their
-inputs to 0.
+Padding before and after a sequence, as the layer's mask says, is removed, because results have
+other bits if tokens move within a chunk: each sequence of a padded batch is computed as if it were
+alone. Masked tokens between others stay, as in layers of transformers, which set their inputs to 0.
 """
 
 from typing import Any, NamedTuple
@@ -28,13 +27,13 @@ from qla_kernels.gdn.anchored.extend import Tokens
 from qla_kernels.gdn.validate import wants_gradients
 from qla_kernels.integrations.linear_layers import refuse_replica
 
-KEY = "qla_layer_call"  # a keyword of layers that hand theirs on to the functions of their module
+KEY = "qla_layer_call"  # a keyword of layers that pass theirs on to the functions of their module
 OP = "a gated-delta-net layer with batch_invariant=True"
 POOL = "pool_of_qla_kernels"  # the attribute of a layer's part of a cache
 
 
 class CachedRows(NamedTuple):
-    """A pool, and the tensor of a cache that says which slots the rows of the batch are."""
+    """A pool, and the tensor of a cache that maps rows of the batch to its slots."""
 
     pool: GdnPool
     slots: Tensor  # [B], 0 .. B - 1
@@ -42,14 +41,14 @@ class CachedRows(NamedTuple):
 
 
 class LayerCall:
-    """A layer's gated delta rule, with the cache and the mask of its running call.
+    """A layer's gated delta rule, with the cache and the mask of the layer's current call.
 
     Two hooks of the layer set and remove these; the second also runs after an error. It raises if
-    the layer did not ask for its rule here: functions of its module may have been restored.
+    the layer did not call this object: functions of its module may have been restored.
 
     Args:
-        handed_on: the layer hands its keywords on to the functions of its module, which find this
-            object among them.
+        handed_on: True if the layer passes its keywords, with this object, to the functions of its
+            module.
     """
 
     def __init__(self, handed_on: bool) -> None:
@@ -99,7 +98,7 @@ class LayerCall:
         *,
         shared_prefix: SharedLayout | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns o [B, T, HV, V], and what transformers is to keep as the state."""
+        """Returns o [B, T, HV, V], and the state for transformers to store."""
         self.asked = True
         tokens, order = Tokens(q, k, v, g, beta), None
         options: dict[str, Any] = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
@@ -189,12 +188,12 @@ class LayerCall:
 
 
 def packed(tokens: Tokens, mask: Tensor) -> tuple[Tokens, Tensor, Tensor]:
-    """Packs the tokens [B, T, ..] from the first to the last that a mask [B, T] leaves of each row.
+    """Packs the tokens [B, T, ..] of each row, from the first to the last that the mask keeps.
 
-    The others follow after all sequences.
+    The other tokens follow after all sequences.
 
     Returns:
-        The pack [1, B T, ..], its bounds [B + 1], and the places [B T] that its tokens had.
+        The pack [1, B T, ..], its bounds [B + 1], and the original places [B T] of its tokens.
     """
     there = (mask != 0).int()
     inside = (there.cumsum(1) > 0) & (there.flip(1).cumsum(1) > 0).flip(1)

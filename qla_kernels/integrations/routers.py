@@ -22,21 +22,21 @@ class Packed(Protocol):
 
 
 def router_loss(router_logits: Sequence[Tensor], batch: Packed, top_k: int) -> Tensor:
-    """Returns the load-balancing loss that all sequences of a packed batch have, unpacked.
+    """Returns the load-balancing loss of the unpacked sequences of a packed batch.
 
     As in transformers: E sum_e f_e p_e, where f_e is the number of tokens that chose expert e among
     their top_k, and p_e the sum of its probabilities, both divided by the number of tokens, over
-    all layers. A packed token counts as often as there are sequences with it. transformers' own
-    loss counts it once.
+    all layers. A packed token counts once for each sequence that contains it; in transformers' own
+    loss it counts once.
 
     Args:
-        router_logits: one [T, E] a layer: `out.router_logits` of a call with
+        router_logits: [T, E] of each layer: `out.router_logits` of a call with
             output_router_logits=True.
         batch: the packed batch of that call.
-        top_k: how many experts a token chooses: `config.num_experts_per_tok`.
+        top_k: the number of experts per token: `config.num_experts_per_tok`.
 
     Raises:
-        ValueError: there are no logits, or not T rows of them.
+        ValueError: there are no logits, or they do not have T rows.
     """
     if not router_logits:
         fix = "pass output_router_logits=True to the model"

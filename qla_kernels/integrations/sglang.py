@@ -4,9 +4,10 @@
         --linear-attn-prefill-backend qla ...
 
 `register` adds the choice `qla` to --linear-attn-backend and to its variants for prefill and
-decode, and gives GDNKernelDispatcher our kernel where one of them chose it. Verification of drafts
-follows decoding: the choices of --linear-attn-verify-backend are made before plug-ins load. With
---linear-attn-backend qla SGLang gives up extra_buffer, a strategy of its cache of prefixes.
+decode. GDNKernelDispatcher then uses our kernel where it was chosen. Verification of drafts uses
+our kernel if decoding does, because the choices of --linear-attn-verify-backend are fixed before
+plug-ins load. With --linear-attn-backend qla SGLang disables extra_buffer, a strategy of its prefix
+cache.
 """
 
 import functools
@@ -44,9 +45,9 @@ RAW: dict[str, Any] = {
 
 
 def register() -> None:
-    """Adds the choice.
+    """Adds the choice `qla` to SGLang's backends of linear attention.
 
-    Logs a warning and adds nothing if SGLang is not installed, or its version is not known.
+    Logs a warning and adds nothing if SGLang is not installed, or its version is not a tested one.
     """
     if reason := unknown_version("sglang"):
         log.warning("%s; --linear-attn-backend %s is not available", reason, CHOICE)
@@ -69,10 +70,10 @@ def take_over(
     prefill_backend: Any,
     verify_backend: Any = None,
 ) -> None:
-    """Constructs the dispatcher, and puts our kernel where the flags chose it.
+    """Constructs SGLang's dispatcher, with our kernel where the flags choose it.
 
-    Verification is ours if its flag says so, or if it is left out and decode is ours. SGLang knows
-    only that a choice is not one of its own, so that the flags are asked for the name.
+    Verification uses our kernel if its flag says so, or if it has no flag and decode uses our
+    kernel. SGLang only knows that a choice is not one of its own, so the name comes from the flags.
     """
     from sglang.srt.runtime_context import get_exec
 
@@ -109,7 +110,7 @@ def take_over(
 
 @functools.cache
 def kernel_class() -> type:
-    """Returns our LinearAttnKernelBase."""
+    """Returns our subclass of SGLang's LinearAttnKernelBase."""
     from sglang.srt.layers.attention.linear.kernels.kernel_backend import LinearAttnKernelBase
 
     return kernel_on(LinearAttnKernelBase)
@@ -117,7 +118,7 @@ def kernel_class() -> type:
 
 def kernel_on(base: Any) -> type:
     class QlaGDNKernel(base):  # type: ignore[misc]
-        """States are updated in the pool [slots, HV, V, K]; index -1 is padding."""
+        """Our kernels: they update states in the pool [slots, HV, V, K]; index -1 is padding."""
 
         supports_packed_decode = True
         supports_strided_target_verify_qkv = True
@@ -139,8 +140,8 @@ def kernel_on(base: Any) -> type:
             **kwargs: Any,
         ) -> Tensor:
             _refuse_replay(kwargs)
-            given = mixed_qkv, a, b, A_log, dt_bias, ssm_states, cache_indices
-            o = packed_decode_gated_delta_rule(*given, scale=scale)
+            tensors = mixed_qkv, a, b, A_log, dt_bias, ssm_states, cache_indices
+            o = packed_decode_gated_delta_rule(*tensors, scale=scale)
             say_ran("SGLang", "decode", o.device)
             return o.transpose(0, 1)
 

@@ -4,18 +4,19 @@
     integrations.transformers.swap(model)  # returns the number of layers that run our kernels now
     print(integrations.transformers.status(model))  # which layers call our functions
 
-Until transformers 5.14 a layer holds the functions it calls, `chunk_gated_delta_rule` for prefill
-and training and `recurrent_gated_delta_rule` for decoding; `swap` replaces them in each layer.
-Since 5.15 a layer calls functions of its module, which all models of that kind share; `swap`
-replaces them in the module. This file does not import transformers.
+Until transformers 5.14 each layer holds the functions that it calls, `chunk_gated_delta_rule` for
+prefill and training and `recurrent_gated_delta_rule` for decoding; `swap` replaces them in each
+layer. Since 5.15 a layer calls functions of its Python module, which all models of that kind share;
+`swap` replaces them in the module. This file does not import transformers.
 
-`swap` replaces the convolution before them as well. A call of the model with `shared_prefix=` packs
-sequences that share prompts, and convolution and gated delta rule follow its layout
-(linear_layers.py, transformers_dualkv.py). What `causal_conv1d` refuses, the layer's own runs.
+`swap` also replaces the convolution before them; what `causal_conv1d` refuses, the layer's own
+convolution runs. In a call of the model with `shared_prefix=`, convolution and gated delta rule
+follow the layout of the packed batch (linear_layers.py, transformers_dualkv.py).
 
 With `swap(model, batch_invariant=True)` rollouts have the bits of a training forward: rollouts.py.
 
-The rule has no fallback: a call that our functions refuse, such as fp32 on a GPU, raises.
+The gated delta rule has no fallback: a call that our functions refuse, such as fp32 on a GPU,
+raises.
 """
 
 import functools
@@ -55,8 +56,8 @@ from qla_kernels.integrations.our_calls import expect_module
 from qla_kernels.integrations.rollouts import LayerCall
 from qla_kernels.sm90 import require
 
-# Our functions for q, k and v as a convolution leaves them: without its kernel, with a last stride
-# other than 1. Layers hold them by name, and so can be pickled.
+# Layers call these functions. A torch convolution returns q, k and v with a last stride other than
+# 1, so they are copied if needed. They have names in this module so that layers can be pickled.
 
 
 def chunk(
@@ -86,8 +87,8 @@ def _refuse_bounds_and_cache(
 ) -> None:
     """Raises Unsupported for bounds beside a cache, even those of one sequence.
 
-    Layers convolve a cache's last inputs with those of the call, so bounds would name other
-    columns; and softmax attention would mix several sequences.
+    Layers prepend the cache's last inputs to those of the call, so the bounds would be shifted; and
+    softmax attention would mix several sequences.
     """
     if cu_seqlens is not None and (output_final_state or initial_state is not None):
         fix = "pass use_cache=False, or set model.config.get_text_config().use_cache = False"
@@ -134,38 +135,38 @@ CALL = "call_of_qla_kernels"  # of swapped layers: a LayerCall, or None without 
 
 
 class SwappedLayers(NamedTuple):
-    """Which gated-delta-net layers of a model call our functions; `str` makes a sentence of it."""
+    """How many gated-delta-net layers of a model call our functions; str(x) is a sentence."""
 
     ours: dict[str, int]  # number of layers that do, by class
-    others: dict[str, int]  # and that do not
+    others: dict[str, int]  # number of layers that do not, by class
 
     def __str__(self) -> str:
         swapped, every = Counter(self.ours), Counter(self.ours) + Counter(self.others)
         parts = [f"{swapped[name]} of {count} {name}" for name, count in every.items()]
-        said = ", ".join(parts) or "none: the model has no gated-delta-net layer"
-        return f"qla_kernels runs in {said}"
+        layers = ", ".join(parts) or "none: the model has no gated-delta-net layer"
+        return f"qla_kernels runs in {layers}"
 
 
 def swap(model: nn.Module, batch_invariant: bool | None = None) -> int:
     """Makes the gated-delta-net layers of `model` call our functions; repeating it changes nothing.
 
-    From then on a call without a cache warns of packed sequences that these layers would mix, and
-    raises for bounds that do not end where the row ends: packed_calls.py.
+    Later calls without a cache warn of packed sequences that these layers would mix, and raise for
+    bounds that do not end where the row ends (packed_calls.py). If layers share the functions of
+    their Python module, those of other models change too.
 
     Args:
-        batch_invariant: the gated delta rule of a token has the same bits in a training forward
-            without a cache and in `generate`, whatever else is in the batch; calls that cannot
-            have them are refused. None: as the layers have it already, and else True under
-            QLA_BATCH_INVARIANT=1.
+        batch_invariant: True gives the gated delta rule of a token the same bits in a training
+            forward without a cache and in `generate`, whatever else is in the batch; calls for
+            which this is impossible raise Unsupported. None: no change for layers that are already
+            swapped; otherwise True under QLA_BATCH_INVARIANT=1.
 
     Returns:
-        The number of layers of `model` that do; a warning is logged if there are none. Where layers
-        share their module's functions, the layers of other models change as well.
+        The number of layers of `model` that call our functions; logs a warning if it is 0.
 
     Raises:
         TypeError: `model` is no module.
-        Unsupported: a DataParallel in `model`, or layers on a GPU on which our functions refuse
-            their sizes. Layers that move to a GPU later are refused in their first call.
+        Unsupported: `model` contains a DataParallel, or a layer on a GPU whose sizes our functions
+            refuse. A layer that moves to a GPU later raises in its first call.
     """
     expect_module("swap", model)
     holders, sharers = list(_holders(model)), list(_sharers(model))
@@ -197,11 +198,10 @@ def swap(model: nn.Module, batch_invariant: bool | None = None) -> int:
 
 
 def restore(model: nn.Module) -> int:
-    """Undoes `swap`, and returns the number of layers for which functions were restored.
+    """Undoes `swap`; returns the number of layers whose functions were restored.
 
-    Where layers share their module's functions, it undoes every `swap` of the process for models of
-    this kind, whichever of them was swapped. `transformers_dualkv.prepare` selects an attention as
-    well, which this does not undo.
+    If layers share the functions of their Python module, this undoes every `swap` of models of this
+    kind. It does not undo the attention that `transformers_dualkv.prepare` selects.
     """
     expect_module("restore", model)
     packed_calls.forget(model)
@@ -222,10 +222,10 @@ def restore(model: nn.Module) -> int:
 
 
 def status(model: nn.Module) -> SwappedLayers:
-    """Returns which gated-delta-net layers of `model` call our functions in every forward.
+    """Returns how many gated-delta-net layers of `model` call our functions, and how many do not.
 
-    A call that our functions refuse raises. So a forward that returned ran them in these layers,
-    unless another library exchanged a layer's forward.
+    A call that our functions refuse raises, so a forward that returned has run them in these
+    layers, unless another library replaced a layer's forward.
     """
     expect_module("status", model)
     layers = [(layer, BEFORE in layer.__dict__) for layer in _holders(model)]
@@ -238,17 +238,18 @@ def status(model: nn.Module) -> SwappedLayers:
 
 
 def layers_that_take_layouts(model: nn.Module) -> tuple[int, str | None]:
-    """Returns how many gated-delta-net layers follow the layout of a packed call.
+    """Returns how many gated-delta-net layers follow layouts, and a class with a replaced forward.
 
-    The second item is the class of a layer whose forward was exchanged, if there is one: it may not
-    call the functions that `swap` replaces. Layers that hold functions notice that when they run.
+    Another library may have replaced a layer's forward, which may then not call our functions; the
+    second item is the name of such a layer's class, or None. Layers that hold functions raise when
+    they run.
     """
     sharers = [(layer, home) for layer, home in _sharers(model) if _takes_layouts(home)]
-    found = [*filter(_follows, _holders(model)), *(layer for layer, _ in sharers)]
-    others = [layer for layer in found if "forward" in layer.__dict__]
+    layers = [*filter(_follows, _holders(model)), *(layer for layer, _ in sharers)]
+    others = [layer for layer in layers if "forward" in layer.__dict__]
     others = [layer for layer in others if not hasattr(layer, "_old_forward")]  # accelerate's
     others += [x for x, home in sharers if type(x).forward.__module__ != home.__name__]
-    return len(found), type(others[0]).__name__ if others else None
+    return len(layers), type(others[0]).__name__ if others else None
 
 
 def beside_layers_that_take_layouts(attention: nn.Module) -> bool:
@@ -258,7 +259,7 @@ def beside_layers_that_take_layouts(attention: nn.Module) -> bool:
 
 
 def _check_parallel(model: nn.Module) -> None:
-    """Raises Unsupported for a DataParallel: its threads would share what layers keep of a call."""
+    """Raises Unsupported for a DataParallel: its threads would share the records of layers."""
     if any(isinstance(module, nn.DataParallel) for module in model.modules()):
         fix = "use DistributedDataParallel: swap(model), wrap it, and start it by torchrun"
         raise Unsupported(need("swap", "a DataParallel", "one process for each GPU", fix))
@@ -270,8 +271,8 @@ def _check_sizes(layer: nn.Module, batch_invariant: bool | None) -> None:
     H, K, HV, V = (getattr(layer, name, None) for name in SIZES)
     if capability is None or H is None or K is None or HV is None or V is None:
         return
-    kept = batch_invariant is None and layer.__dict__.get(CALL) is not None
-    anchored = kept or is_invariant("swap", batch_invariant)
+    is_already = batch_invariant is None and layer.__dict__.get(CALL) is not None
+    anchored = is_already or is_invariant("swap", batch_invariant)
     q = torch.empty(1, 1, H, K, dtype=torch.bfloat16, device="meta")
     v = torch.empty(1, 1, HV, V, dtype=torch.bfloat16, device="meta")
     op = f"swap of a {type(layer).__name__}"
@@ -295,7 +296,7 @@ def _takes_layouts(home: ModuleType) -> bool:
 def _take_over(layer: nn.Module, decoder_layer: nn.Module | None) -> None:
     """Replaces the functions that a layer holds; they read layouts from the decoder layer's call.
 
-    Without a decoder layer around it, or with another convolution than Qwen's, the layer does not
+    A layer without a decoder layer around it, or with another convolution than Qwen's, does not
     follow layouts.
     """
     before, bits = layer.__dict__.setdefault(BEFORE, {}), layer.__dict__[CALL]
@@ -355,10 +356,7 @@ def _sharers(model: nn.Module) -> Iterator[tuple[nn.Module, ModuleType]]:
 
 
 def _home(module: nn.Module, ending: str = "") -> ModuleType | None:
-    """Returns the Python module with the functions that layers of a class with this ending share.
-
-    None if there is none.
-    """
+    """Returns the Python module whose functions a layer calls, if its class has this ending."""
     for kind in type(module).__mro__:  # FSDP2 derives a class of its own from a layer's
         home = sys.modules.get(kind.__module__)
         if hasattr(home, SHARES) and kind.__name__.endswith(ending):
@@ -367,10 +365,10 @@ def _home(module: nn.Module, ending: str = "") -> ModuleType | None:
 
 
 def _in_place_of(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function with our implementation that drops keywords which it does not know.
+    """Returns a function that calls `ours` without the keywords that it does not know.
 
-    Layers pass keywords for other implementations as well. `theirs` convolves where ours does not.
-    Keeps `theirs` in the attribute BEFORE.
+    Layers also pass keywords for other implementations. `theirs` runs the convolutions that ours
+    refuses; the attribute BEFORE stores it.
     """
     taken = inspect.signature(TAKES.get(ours, ours)).parameters.values()
     known = {KEY, rollouts.KEY, *(p.name for p in taken if p.kind != p.VAR_KEYWORD)}

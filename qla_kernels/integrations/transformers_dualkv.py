@@ -8,13 +8,12 @@
     out = model(**batch.model_inputs())
     logprobs = batch.gather_logprobs(out.logits[0])
 
-`prepare(model)` is the first four lines, and refuses calls that would run with wrong results.
+`prepare(model)` does the first four lines, and makes calls raise that would give wrong results.
 
-The layout is a keyword of the call, which transformers passes to every layer, so that activation
-checkpointing has it again when it recomputes; a global or a context would be gone by then. A call
-without the layout raises ValueError. Other attention implementations infer sequence borders from
-positions that restart, and get them wrong for packed responses: responses would see each other or
-lose their prompt.
+The layout is a keyword of the call, which transformers passes to every layer, so activation
+checkpointing has it when it recomputes; a global or a context would be gone by then. A call without
+the layout raises ValueError. Other attention implementations infer sequence bounds from positions
+that restart, which is wrong for packed responses: they would see each other or lose their prompt.
 """
 
 import importlib
@@ -50,9 +49,9 @@ _names: set[str] = set()  # under which our attention is registered
 
 
 def register(name: str = "shared_prefix") -> None:
-    """Registers our attention with transformers under `name`; repeating it changes nothing.
+    """Registers our attention with transformers, so that set_attn_implementation(name) selects it.
 
-    `model.set_attn_implementation(name)` then selects it.
+    Repeating it changes nothing.
 
     Raises:
         Unsupported: transformers cannot be imported, or is too old.
@@ -70,18 +69,19 @@ def register(name: str = "shared_prefix") -> None:
 
 
 def prepare(model: nn.Module, name: str = "shared_prefix") -> None:
-    """Makes a model run packed batches: registers, swaps linear layers, selects ours, and checks.
+    """Prepares a model for packed batches: swaps its linear layers, checks it, selects ours.
 
-    From then on a packed call with an attention_mask, or with another attention selected, raises a
-    ValueError. Calls that are not packed are not touched.
+    Later packed calls with an attention_mask, or with another attention selected, raise a
+    ValueError. Other calls do not change.
 
     Args:
-        model: one of transformers, before DataParallel, DDP or FSDP wraps it.
+        model: a model of transformers, before DataParallel, DDP or FSDP wraps it.
+        name: the name under which our attention is registered.
 
     Raises:
-        TypeError: it is none.
-        Unsupported: as `register` and `check`; the model is then as it was, but for swapped
-            layers, which do the same as before without a layout.
+        TypeError: `model` is not such a model.
+        Unsupported: as `register` and `check`. Linear layers may then be swapped already, with the
+            same results as before.
     """
     expect_model(OP, model)
     register(name)
@@ -93,9 +93,9 @@ def prepare(model: nn.Module, name: str = "shared_prefix") -> None:
 
 
 def select(model: Any, name: str) -> None:
-    """Selects an attention for a model's decoder; a tower for images, if it has one, keeps its own.
+    """Selects an attention for a model's decoder, but not for its image tower, if it has one.
 
-    As `model.set_attn_implementation(name)`, which selects it for both.
+    `model.set_attn_implementation(name)` would select it for both.
     """
     text = text_config(model)
     parts = [
@@ -105,16 +105,19 @@ def select(model: Any, name: str) -> None:
 
 
 def check(model: Any) -> None:
-    """Raises Unsupported if a model's tokens meet by other means than packed batches allow.
+    """Raises Unsupported if a model would give wrong results for packed batches.
 
-    These are full causal attention, and gated delta nets that `integrations.transformers.swap` has
-    taken over. Call it before the first step. `model` may be a config, but a config does not show
-    whether the model can use our attention, nor in every case whether it is causal.
+    Allowed are full causal attention, and gated delta nets after `integrations.transformers.swap`.
+    Call it before the first step.
+
+    Args:
+        model: a model or its config. A config does not show whether the model can use our
+            attention, and not always whether it is causal.
 
     Raises:
-        TypeError: it is neither.
-        Unsupported: some layers slide a window, cap scores, convolve, look ahead, or recur and were
-            not taken over; or all have an attention of their own.
+        TypeError: `model` is neither.
+        Unsupported: layers have sliding windows, capped scores, convolutions, a recurrence that was
+            not swapped, or attention to later tokens; or the model's attention cannot be replaced.
     """
     expect_model_or_config(OP, model)
     kinds = layer_kinds(model)
@@ -152,12 +155,14 @@ def attend(
     cache: Any = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Computes a layer's attention: query [1, H, T, D], key and value [1, Hk, T, D].
+    """Computes a layer's attention over a packed batch; transformers calls it.
 
-    transformers calls it. Returns (o [1, T, H, D], None). Raises ValueError without a layout, with
-    more than one row, a mask, a cache, or (on the CPU, or under QLA_CHECK=1) positions that do not
-    follow the layout. Raises Unsupported for any option besides causal attention, and beside layers
-    that would ignore the layout.
+    query is [1, H, T, D], key and value [1, Hk, T, D]. Returns (o [1, T, H, D], None).
+
+    Raises:
+        ValueError: there is no layout, more than one row, a mask, a cache, or (on the CPU, or under
+            QLA_CHECK=1) positions that do not follow the layout.
+        Unsupported: an option besides causal attention, or other layers would ignore the layout.
     """
     if shared_prefix is None:
         got, fix = "a call without shared_prefix", "pass shared_prefix=batch.layout to the model"
@@ -178,9 +183,9 @@ def attend(
         "attention sinks": s_aux,
         "position_bias": position_bias,
     }
-    for name, given in active.items():
-        if given is not None:
-            _refuse(name if isinstance(given, Tensor) else f"{name}={given}", "plain attention")
+    for name, option in active.items():
+        if option is not None:
+            _refuse(name if isinstance(option, Tensor) else f"{name}={option}", "plain attention")
     if (ahead := looks_ahead(module, is_causal)) is not None:
         _refuse(ahead, "causal attention")
     if not torch.compiler.is_compiling():
@@ -195,7 +200,7 @@ def attend(
 
 
 def _check_neighbours(attention: nn.Module) -> None:
-    """Raises Unsupported if other layers of an attention layer's model would ignore the layout."""
+    """Raises Unsupported if other layers of this attention's model would ignore the layout."""
     if (complaint := other_layers(attention)) is None:
         return
     if other_layers(attention, linear=True) is None:

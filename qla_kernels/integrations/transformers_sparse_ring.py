@@ -7,11 +7,11 @@
     model(ids_local, position_ids=layout.positions(T, rank)[None], use_cache=False,
           sparse_ring=settings)
 
-Each rank passes the tokens of its shard. Shift labels before dealing them to ranks. The settings
-are an argument of the call, because a context manager would not cover the recomputation of
-activations. `prepare` registers and selects our attention, checks the model, and refuses calls that
-would run with wrong results. Only `register` imports transformers. There is no fallback: a call
-that cannot be run raises `Unsupported`.
+Each rank passes the tokens of its shard. Shift labels before you split them over ranks. The
+settings are an argument of the call, because a context manager would not cover the recomputation of
+activations. `prepare` selects our attention, checks the model, and makes calls raise that would
+give wrong results. Only `register` imports transformers. There is no fallback: a call that cannot
+run raises `Unsupported`.
 """
 
 import importlib
@@ -45,21 +45,21 @@ PAD = "leave it out, pad on the right, and pass SparseRingConfig(seqlen=..)"
 APART = "call the model once for each document"
 NO_CACHE = "pass use_cache=False; for generation call model.set_attn_implementation('sdpa')"
 
-# Called after each layer's attention with the layer's number, q [B, L, H, D] and k [B, L, Hk, D] of
-# this rank, and the index, which is the same on every rank. sparse_ring.measure has two of them. A
-# layer that is recomputed calls it again.
+# Called after each layer's attention with the layer's number, this rank's q [B, L, H, D] and
+# k [B, L, Hk, D], and the index, which is the same on every rank; again for a layer that is
+# recomputed. sparse_ring.measure has two examples.
 OnIndex = Callable[[int | None, Tensor, Tensor, VSIndex], None]
 
 
 @dataclass(frozen=True)
 class SparseRingConfig:
-    """Settings of a call's attention layers; without group and layout they use this rank alone."""
+    """Settings of a call's attention layers; without group and layout, on this rank alone."""
 
     group: RingGroups | None = None
     layout: Layout | None = None
     pattern: Pattern | Mapping[int, Pattern] = field(default_factory=VerticalSlash)  # or by layer
     schedule: Schedule = "auto"
-    dense_layers: Sequence[int] = ()  # numbers from 0 on; all others use the pattern
+    dense_layers: Sequence[int] = ()  # numbers of dense layers, from 0; others use the pattern
     seqlen: int | None = None  # tokens of the whole sequence before the padding
     keep_gathered: bool = False  # for layers that are recomputed: see sparse_ring_attention
     on_index: OnIndex | None = None  # called with the lines of each layer; see OnIndex
@@ -71,15 +71,17 @@ def register() -> None:
 
 
 def prepare(model: Any) -> None:
-    """Makes a model run calls with `sparse_ring`: registers, checks, and selects our attention.
+    """Prepares a model for calls with `sparse_ring`: checks it and selects our attention.
 
-    From then on such a call with an attention_mask, which transformers would drop, or with another
-    attention selected, raises a ValueError. Other calls are not touched. `model` is one of
-    transformers, before another module wraps it.
+    Later calls with `sparse_ring` and an attention_mask, which transformers would drop, or with
+    another attention selected, raise a ValueError. Other calls do not change.
+
+    Args:
+        model: a model of transformers, before another module wraps it.
 
     Raises:
-        TypeError: it is none.
-        Unsupported: as `check`; the model is then as it was.
+        TypeError: `model` is not such a model.
+        Unsupported: as `check`; the model is then unchanged.
     """
     expect_model(NAME, model)
     register()
@@ -89,16 +91,18 @@ def prepare(model: Any) -> None:
 
 
 def check(model: Any) -> None:
-    """Raises Unsupported if a model's tokens meet by other means than full causal attention.
+    """Raises Unsupported if a model has layers other than full causal attention.
 
     Call it before the first step: other layers would silently treat a shard as a whole sequence.
-    `model` may be a config, but a config does not show whether the model can use our attention, nor
-    in every case whether it is causal.
+
+    Args:
+        model: a model or its config. A config does not show whether the model can use our
+            attention, and not always whether it is causal.
 
     Raises:
-        TypeError: it is neither.
-        Unsupported: some layers slide a window, cap scores, recur, convolve or look ahead, or all
-            have an attention of their own.
+        TypeError: `model` is neither.
+        Unsupported: layers have sliding windows, capped scores, a recurrence, convolutions or
+            attention to later tokens; or the model's attention cannot be replaced.
     """
     expect_model_or_config(NAME, model)
     complaint = anything_else(model)
@@ -126,12 +130,14 @@ def attention(
     sparse_ring: SparseRingConfig | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Computes a layer's attention: query [B, H, L, D], key and value [B, Hk, L, D].
+    """Computes a layer's attention; transformers calls it.
 
-    transformers calls it. Returns (o [B, L, H, D], None). Raises Unsupported without settings and
-    for any option besides causal attention; and ValueError for layers in dense_layers or in the
-    pattern that the model does not have, and for positions that restart or, on every rank of a
-    ring, are not those of the layout (on the CPU, or under QLA_CHECK=1).
+    query is [B, H, L, D], key and value [B, Hk, L, D]. Returns (o [B, L, H, D], None).
+
+    Raises:
+        Unsupported: there are no settings, or an option besides causal attention.
+        ValueError: the settings name a layer that the model does not have, or (on the CPU, or under
+            QLA_CHECK=1) positions restart or, on every rank of a ring, differ from the layout's.
     """
     if sparse_ring is None:
         fix = "pass sparse_ring=SparseRingConfig(...) to the model's call"
@@ -140,7 +146,7 @@ def attention(
     ahead = looks_ahead(module, is_causal)
     other = "change the model's configuration, or use another attn_implementation"
     cached = cache is not None or key.shape[2] != query.shape[2]
-    for name, given, fix in (
+    for name, option, fix in (
         (ahead, ahead, other),
         ("an attention mask", attention_mask, PAD),
         ("packed documents (cu_seq_lens_q)", cu_seq_lens_q, APART),
@@ -151,7 +157,7 @@ def attention(
         ("position_bias", position_bias, other),
         ("a cache of keys", cached or None, NO_CACHE),
     ):
-        if given is not None:
+        if option is not None:
             raise Unsupported(need(NAME, f"got {name}", "plain causal attention", fix))
     if not torch.compiler.is_compiling() and (query.is_cpu or checks_contents()):
         _check_positions(sparse_ring, position_ids, query.shape[2])
@@ -186,7 +192,7 @@ def _check_numbers(settings: SparseRingConfig, config: Any) -> None:
 
 
 def check_layers(layers: Iterable[int], config: Any, option: str = "dense_layers") -> None:
-    """Raises ValueError if the model of a config has no layer of a number; None is not checked."""
+    """Raises ValueError if `layers` names a layer that the config's model does not have."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     count = getattr(text, "num_hidden_layers", None)
     if count is None:

@@ -1,12 +1,12 @@
-"""Shared prompts in GRPO and RLOO of TRL: log-probabilities of a step from packed rows.
+"""Shared prompts in GRPO and RLOO of TRL: each prompt of a batch is computed once.
 
     from qla_kernels.integrations.trl import shared_prefix_trainer
     trainer = shared_prefix_trainer(trl.GRPOTrainer)(model, reward_funcs=..., args=..., ...)
 
-Policy, old policy and reference compute each prompt of a batch once instead of once a response, and
-the trainer is otherwise TRL's. It refuses models that packing would change. Models with gated delta
-nets (Qwen3-Next, Qwen3.5) run as well; their layers are swapped for ours. This file does not import
-TRL; it is tested with TRL 1.16. For its AsyncGRPOTrainer see trl_async.py.
+Policy, old policy and reference compute a prompt once instead of once per response; the trainer is
+otherwise TRL's. It refuses models that packing would change. The layers of models with gated delta
+nets (Qwen3-Next, Qwen3.5) are swapped for ours. This file does not import TRL; it is tested with
+TRL 1.16. For AsyncGRPOTrainer see trl_async.py.
 """
 
 import importlib
@@ -33,20 +33,22 @@ log = logging.getLogger("qla_kernels")
 
 
 def shared_prefix_trainer(base: type) -> type:
-    """Returns a class derived from `base`, a trainer of TRL, which packs rows by prompts.
+    """Returns a subclass of a TRL trainer that stores each prompt of a batch once.
 
-    `base` is trl.GRPOTrainer, trl.RLOOTrainer or one derived from these; arguments are those of
-    `base`. `_get_per_token_logps_and_entropies` packs rows by prompts; TRL's fused head then
-    computes log-probabilities and entropies without logits. The model has our attention from there
-    to the end of the step, and its own attention in `_generate`, because TRL generates with the
-    model that it trains, and after `train` and `evaluate`. The first step logs how many times fewer
-    tokens the model runs; the first one with parts of groups says before how to have whole ones.
+    `_get_per_token_logps_and_entropies` packs rows by prompts; TRL's fused head then computes
+    log-probabilities and entropies without logits. The model has our attention from there to the
+    end of the step, and its own in `_generate` and after `train` and `evaluate`. The first step
+    logs how many times fewer tokens the model runs. If a batch splits groups, a warning says how to
+    avoid that.
+
+    Args:
+        base: trl.GRPOTrainer, trl.RLOOTrainer or a subclass. The new class has its arguments.
 
     Raises:
         TypeError: `base` is no such class.
-        Unsupported: TRL cannot be imported or is too old, or `base` has a method
-            `_get_per_token_logps_and_entropies` that is not TRL's; and, from the class, for
-            use_liger_kernel, images, and models that `transformers_dualkv.check` refuses.
+        Unsupported: TRL cannot be imported or is too old, or `base` overrides TRL's method
+            `_get_per_token_logps_and_entropies`. The new class raises it for use_liger_kernel,
+            images, and models that `transformers_dualkv.check` refuses.
     """
     _check_release()
     if not isinstance(base, type) or not hasattr(base, METHOD):
@@ -107,8 +109,8 @@ def shared_prefix_trainer(base: type) -> type:
             compute_aux_loss: bool = False,
             **others: Any,
         ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-            if given := sorted(name for name, x in others.items() if x is not None):
-                _refuse(f"a batch with {', '.join(given)}", "text alone")
+            if extra := sorted(name for name, x in others.items() if x is not None):
+                _refuse(f"a batch with {', '.join(extra)}", "text alone")
             self._select(NAME)  # until the backward, which recomputes activations, has run
             width = input_ids.shape[1] - logits_to_keep
             groups = padded_groups(input_ids, attention_mask, width)
@@ -116,17 +118,19 @@ def shared_prefix_trainer(base: type) -> type:
             if trains:
                 self._say_split(min(len(group.rows) for group in groups))
             parts = by_prompt(groups, batch_size or len(input_ids))
-            found: list[Results] = []
+            results: list[Results] = []
             for rows in parts:
                 packed = one_label(input_ids[rows], attention_mask[rows], width)
                 if trains:
                     self._say_gain(packed)
                 with self.accelerator.autocast():
-                    found.append(_run(model, self.accelerator, packed, compute_aux_loss))
+                    results.append(_run(model, self.accelerator, packed, compute_aux_loss))
             back = torch.tensor([row for rows in parts for row in rows]).argsort()
-            logps = torch.cat([x.logps for x in found])[back]
-            entropies = [x.entropies for x in found if x.entropies is not None and compute_entropy]
-            aux = [x.aux_loss for x in found if x.aux_loss is not None]
+            logps = torch.cat([x.logps for x in results])[back]
+            entropies = [
+                x.entropies for x in results if x.entropies is not None and compute_entropy
+            ]
+            aux = [x.aux_loss for x in results if x.aux_loss is not None]
             return (
                 logps,
                 torch.cat(entropies)[back] if entropies else None,
@@ -154,6 +158,8 @@ def shared_prefix_trainer(base: type) -> type:
 
 
 class Results(NamedTuple):
+    """Results of a model for padded rows."""
+
     logps: Tensor  # [B, W']
     entropies: Tensor | None  # a reference policy's head computes none
     aux_loss: Tensor | None
@@ -187,13 +193,13 @@ def _run(model: nn.Module, accelerator: Any, packed: LabelledRows, routers: bool
 
 
 def bare(model: Any) -> Any:
-    """Returns the transformers model inside one with adapters."""
+    """Returns the transformers model inside a model with adapters; other models unchanged."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 @contextmanager
 def exchanged(home: Any, **functions: Any) -> Iterator[None]:
-    """Exchanges functions of a module for the time of a block."""
+    """Replaces functions of a module while a `with` block runs."""
     before = {name: getattr(home, name) for name in functions}
     vars(home).update(functions)
     try:
@@ -203,7 +209,7 @@ def exchanged(home: Any, **functions: Any) -> Iterator[None]:
 
 
 def log_gain(unpacked: int, packed: int) -> None:
-    """Logs, at the level that shows by default, how many times fewer tokens a batch has packed."""
+    """Logs, as a warning so that it shows by default, how many times fewer tokens a batch has."""
     log.warning(
         "shared prompts: the first batch has %d tokens in place of %d, %.2f times fewer",
         packed, unpacked, unpacked / max(packed, 1),

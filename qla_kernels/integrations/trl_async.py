@@ -3,10 +3,10 @@
     from qla_kernels.integrations.trl_async import shared_prefix_async_trainer
     trainer = shared_prefix_async_trainer(AsyncGRPOTrainer)("Qwen/...", reward_funcs=..., ...)
 
-This trainer of TRL 1.16 packs rollouts into prefix trees by itself. Its attention copies the keys
-and values of each path, and it refuses models with other layers than attention. Here the model
-takes the tree as a `SharedLayout`, which attention, gated delta nets and their convolutions follow.
-TRL's trainer is experimental, so this file works with TRL 1.16 alone. It does not import TRL.
+TRL's trainer packs rollouts into prefix trees, but its attention copies the keys and values of each
+path, and it refuses models with other layers than attention. Here the tree becomes a
+`SharedLayout`, which attention, gated delta nets and their convolutions follow. TRL's trainer is
+experimental, so this file works with TRL 1.16 only. It does not import TRL.
 """
 
 import importlib
@@ -28,13 +28,13 @@ HOME = "trl.experimental.async_grpo.async_grpo_trainer"
 
 
 def shared_prefix_async_trainer(base: type) -> type:
-    """Returns a class derived from `base`, TRL's AsyncGRPOTrainer, with our attention and layers.
+    """Returns a subclass of TRL's AsyncGRPOTrainer with our attention and linear layers.
 
-    Its arguments are those of `base`. Auxiliary losses of MoE routers count packed tokens once, as
-    those of TRL's own trainer. The first step logs how many times fewer tokens the model runs.
+    It has the arguments of `base`. Auxiliary losses of MoE routers count packed tokens once, as in
+    TRL's trainer. The first step logs how many times fewer tokens the model runs.
 
     Raises:
-        Unsupported: another TRL than 1.16; and, from the class, for models that
+        Unsupported: the installed TRL is not 1.16. The new class raises it for models that
             `transformers_dualkv.check` refuses.
     """
     home = _trainer_module()
@@ -51,7 +51,7 @@ def shared_prefix_async_trainer(base: type) -> type:
                 self._peak_flops_per_device = None  # no rate without a count
 
         def train(self, *args: Any, **kwargs: Any) -> Any:
-            """Leaves the model with transformers' own attention, which takes ordinary calls."""
+            """Trains, and then gives the model back its own attention, for ordinary calls."""
             model = bare(self.accelerator.unwrap_model(self.model))
             transformers_dualkv.select(model, NAME)
             try:
@@ -60,7 +60,7 @@ def shared_prefix_async_trainer(base: type) -> type:
                 model.set_attn_implementation(None)
 
         def _log_step_metrics(self) -> None:
-            """Leaves out TRL's count of operations for models of which it does not know it."""
+            """Logs metrics without a count of operations for models whose count TRL lacks."""
             uncounted = {} if self._counts_flops else {"compute_flops_per_token": lambda *_: 0}
             with exchanged(home, **uncounted):
                 super()._log_step_metrics()
@@ -90,12 +90,12 @@ class TreeToLayout:
 
 
 def forest(cu_seqlens_q: list[int], cu_seqlens_k: list[int]) -> tuple[list[int], list[int]]:
-    """Returns the nodes' lengths and parents of a tree as TRL describes it, depth first.
+    """Converts TRL's tensors of a tree to the lengths and parents of its nodes, depth first.
 
-    The steps of cu_seqlens_q are the lengths of segments, those of cu_seqlens_k the lengths of
-    their paths from the root, each with its own segment. A segment's parent is on the path to the
-    segment before it, where that path has the length at which this segment begins: lengths along a
-    path only grow, so there is one such place.
+    The differences of cu_seqlens_q are the lengths of segments; those of cu_seqlens_k are the
+    lengths of their paths from the root, the segment included. The parent of a segment is on the
+    path to the previous segment, at the depth where this segment begins. Depths along a path
+    increase, so there is one such node.
 
     Raises:
         ValueError: a segment begins where no path ends.
@@ -118,25 +118,25 @@ def forest(cu_seqlens_q: list[int], cu_seqlens_k: list[int]) -> tuple[list[int],
 
 @contextmanager
 def _layer_types_hidden(home: Any) -> Iterator[None]:
-    """Hides the layer types of the model that the trainer makes, while it compares them.
+    """Hides the layer types of the trainer's model from TRL's check of them.
 
-    TRL compares them in its constructor, between the two functions of its module that are wrapped
-    here: one makes the model, and the other adds a head to it.
+    TRL checks them in its constructor, between two functions of its module that are wrapped here:
+    the first makes the model, the second adds a head to it.
     """
     create, add_head = home.create_model_from_path, home.add_fused_lm_head
-    kept: list[tuple[Any, Any]] = []
+    hidden_types: list[tuple[Any, Any]] = []
 
     def created(*args: Any, **kwargs: Any) -> Any:
         model = create(*args, **kwargs)
         config = text_config(model)
         if LINEAR in (kinds := getattr(config, "layer_types", None) or ()):
-            kept.append((config, kinds))
+            hidden_types.append((config, kinds))
             config.layer_types = None
         return model
 
     def put_back() -> None:
-        while kept:
-            config, kinds = kept.pop()
+        while hidden_types:
+            config, kinds = hidden_types.pop()
             config.layer_types = kinds
 
     def headed(*args: Any, **kwargs: Any) -> Any:

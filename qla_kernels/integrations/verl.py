@@ -2,16 +2,16 @@
 
     actor_rollout_ref.model.external_lib=qla_kernels.integrations.verl_patch
 
-is the option with which veRL's workers call `patch()` before they build a model. Programs of your
-own call it in every process:
+This option makes veRL's workers call `patch()` before they build a model. Your own programs call it
+in every process:
 
     from qla_kernels import integrations
     integrations.verl.patch()
 
-Old log-probabilities, the reference policy and the update run packed batches: engines for language
-models that are built afterwards compute each prompt of a micro-batch once. Micro-batches keep the
-responses of a prompt together, and `ppo_max_token_len_per_gpu` counts packed tokens. Other engines
-are not changed. This file does not import veRL; it is tested with veRL 0.9.1.
+Old log-probabilities, the reference policy and the update then run packed batches: engines for
+language models that are built afterwards compute each prompt of a micro-batch once. Micro-batches
+keep the responses of a prompt together, and `ppo_max_token_len_per_gpu` counts packed tokens. Other
+engines do not change. This file does not import veRL; it is tested with veRL 0.9.1.
 """
 
 import importlib
@@ -36,13 +36,15 @@ SAYS_CUT = "_qla_kernels_said_cut"
 
 
 def patch() -> None:
-    """Makes engines that are built from now on pack; repeating it changes nothing.
+    """Patches veRL so that engines that are built later pack batches; repeating it changes nothing.
 
-    Raises Unsupported if veRL cannot be imported, or lacks a function that is patched; its version
-    is not looked at. Building an engine raises Unsupported for models that
-    `transformers_dualkv.check` refuses and for settings that packing does not have: Ulysses, fused
-    kernels, Liger, a static padded length. An engine warns once if max_token_len_per_gpu cuts the
-    responses of a prompt.
+    Building an engine raises Unsupported for models that `transformers_dualkv.check` refuses, and
+    for settings that packing does not support: Ulysses, fused kernels, Liger, a static padded
+    length. An engine warns once if max_token_len_per_gpu splits the responses of a prompt.
+
+    Raises:
+        Unsupported: veRL cannot be imported, or lacks a function that is patched. The version is
+            not checked.
     """
     home = _engines()
     engine, heads = home.FSDPEngine, home.FSDPEngineWithLMHead
@@ -97,14 +99,14 @@ def patch() -> None:
 
 
 def pack(micro_batch: Any) -> SharedBatch:
-    """Packs the sequences of a micro-batch's nested input_ids; common beginnings are stored once.
+    """Packs the sequences of a micro-batch's nested input_ids; shared prefixes are stored once.
 
     Raises Unsupported for images, distillation and sums of squared probabilities.
     """
     images = value(micro_batch, "multi_modal_inputs")
-    asked = [name for name in NOT_PACKED if value(micro_batch, name)]
-    if asked or (images is not None and any(map(bool, images))):
-        got = f"a micro-batch with {', '.join(asked) or 'multi_modal_inputs'}"
+    options = [name for name in NOT_PACKED if value(micro_batch, name)]
+    if options or (images is not None and any(map(bool, images))):
+        got = f"a micro-batch with {', '.join(options) or 'multi_modal_inputs'}"
         _refuse(got, "text, log-probabilities and entropies")
     sequences, lengths = micro_batch["input_ids"].unbind(), response_lengths(micro_batch)
     chosen = [torch.arange(len(x)) >= len(x) - n for x, n in zip(sequences, lengths, strict=True)]
@@ -112,15 +114,15 @@ def pack(micro_batch: Any) -> SharedBatch:
 
 
 def unpack(logits: Tensor, batch: SharedBatch, micro_batch: Any) -> dict[str, Tensor]:
-    """Returns log_probs and, if asked for, entropy, nested as input_ids.
+    """Returns log_probs and, with calculate_entropy, entropy, nested like input_ids.
 
-    The values of a token are stored at the token before it; others are 0. logits is
-    [M, vocabulary], or [T, vocabulary] of models whose forward veRL replaces.
+    The value of a token is stored at the token before it; others are 0. logits is [M, vocabulary],
+    or [T, vocabulary] for models whose forward veRL replaces.
     """
     if len(logits) == batch.num_tokens:
         logits = logits[batch.src_rows]
-    wanted = bool(value(micro_batch, "calculate_entropy"))
-    found = batch.gather_logprobs(logits, temperature=_temperature(micro_batch), entropy=True)
+    with_entropy = bool(value(micro_batch, "calculate_entropy"))
+    results = batch.gather_logprobs(logits, temperature=_temperature(micro_batch), entropy=True)
     offsets = micro_batch["input_ids"].offsets()
     place = offsets[batch.row] + batch.column - 1
 
@@ -128,12 +130,12 @@ def unpack(logits: Tensor, batch: SharedBatch, micro_batch: Any) -> dict[str, Te
         values = x.new_zeros(micro_batch["input_ids"].values().shape).index_put((place,), x)
         return torch.nested.nested_tensor_from_jagged(values, offsets)
 
-    names = ("log_probs", "entropy") if wanted else ("log_probs",)
-    return {name: nested(x) for name, x in zip(names, found, strict=False)}
+    names = ("log_probs", "entropy") if with_entropy else ("log_probs",)
+    return {name: nested(x) for name, x in zip(names, results, strict=False)}
 
 
 def response_lengths(data: Any) -> list[int]:
-    """Returns the tokens of each response, from nested or padded rows."""
+    """Returns the number of tokens of each response, from nested or padded rows."""
     if data["responses"].is_nested:
         lengths: list[int] = data["responses"].offsets().diff().tolist()
         return lengths
@@ -142,7 +144,7 @@ def response_lengths(data: Any) -> list[int]:
 
 
 def groups_of(data: Any) -> list[PaddedGroup]:
-    """Returns the rows with the same prompt, group by group."""
+    """Returns the groups of rows that have the same prompt."""
     sequences, lengths = data["input_ids"].unbind(), response_lengths(data)
     rows_of: dict[tuple[int, ...], list[int]] = {}
     for row, (tokens, n) in enumerate(zip(sequences, lengths, strict=True)):
@@ -154,22 +156,22 @@ def groups_of(data: Any) -> list[PaddedGroup]:
 
 
 def micro_batches(groups: list[PaddedGroup], max_tokens: int, at_least: int = 1) -> list[list[int]]:
-    """Returns a list of row numbers for each micro-batch of at most max_tokens packed tokens.
+    """Returns the row numbers of each micro-batch, of at most max_tokens packed tokens.
 
-    A group that is cut repeats its prompt, and stays exact. There are `at_least` so many
-    micro-batches, or as many as rows.
+    A group that is split repeats its prompt, and stays exact. The number of micro-batches is at
+    least `at_least`, or the number of rows if that is smaller.
     """
     (plan,) = plan_microbatches([(g.prompt, g.responses) for g in groups], max_tokens)
-    found = [[groups[g].rows[i] for g, chosen in pieces for i in chosen] for pieces in plan]
-    while len(found) < min(at_least, sum(map(len, found))):
-        widest = max(found, key=len)
-        found.remove(widest)
-        found += [widest[::2], widest[1::2]]
-    return found
+    batches = [[groups[g].rows[i] for g, chosen in pieces for i in chosen] for pieces in plan]
+    while len(batches) < min(at_least, sum(map(len, batches))):
+        widest = max(batches, key=len)
+        batches.remove(widest)
+        batches += [widest[::2], widest[1::2]]
+    return batches
 
 
 def _in_place_of(theirs: Callable[..., Any], engine: Any) -> Callable[..., Any]:
-    """Returns a function that splits an engine's data by groups; with fixed row counts, theirs."""
+    """Returns a function that splits data by groups, or as `theirs` for fixed numbers of rows."""
 
     @wraps(theirs)
     def prepare_micro_batches(data: Any, dp_group: Any = None, **others: Any) -> Any:
@@ -181,15 +183,15 @@ def _in_place_of(theirs: Callable[..., Any], engine: Any) -> Callable[..., Any]:
         most = torch.tensor(len(micro_batches(groups, room)), device=name)
         # FSDP runs as many on every rank
         torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=dp_group)
-        found = micro_batches(groups, room, at_least=int(most))
+        batches = micro_batches(groups, room, at_least=int(most))
         take = importlib.import_module("verl.utils.tensordict_utils").index_select_tensor_dict
-        return [take(data, rows) for rows in found], found
+        return [take(data, rows) for rows in batches], batches
 
     return prepare_micro_batches
 
 
 def _say_cut(engine: Any, groups: list[PaddedGroup], room: int) -> None:
-    """Warns once an engine if groups have more than `room` packed tokens."""
+    """Warns once per engine if groups have more than `room` packed tokens."""
     sizes = [group.prompt + sum(group.responses) for group in groups]
     cut = sum(size > room for size in sizes)
     if cut and not getattr(engine, SAYS_CUT, False):
@@ -202,16 +204,16 @@ def _say_cut(engine: Any, groups: list[PaddedGroup], room: int) -> None:
 
 
 def value(data: Any, name: str) -> Any:
-    """Returns an entry of veRL's data, None if it is missing."""
+    """Returns an entry of veRL's data, or None if it is missing."""
     return data[name] if name in data.keys() else None  # noqa: SIM118 (a TensorDict)
 
 
 def _temperature(micro_batch: Any) -> float:
     """Returns the temperature of a micro-batch; Unsupported if rows have several."""
-    given = value(micro_batch, "temperature")
-    if not isinstance(given, Tensor):
-        return float(given)
-    numbers = set(given.flatten().tolist())
+    temperature = value(micro_batch, "temperature")
+    if not isinstance(temperature, Tensor):
+        return float(temperature)
+    numbers = set(temperature.flatten().tolist())
     if len(numbers) != 1:
         _refuse("rows of several temperatures", "one")
     return float(numbers.pop())

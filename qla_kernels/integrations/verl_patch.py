@@ -1,4 +1,4 @@
-"""Patches veRL when it is imported, for the option with which veRL's workers import a module:
+"""Patches veRL when this module is imported. veRL's workers import it with this option:
 
     actor_rollout_ref.model.external_lib=qla_kernels.integrations.verl_patch
 

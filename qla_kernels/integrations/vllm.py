@@ -2,11 +2,11 @@
 
     VLLM_PLUGINS=qla_kernels vllm serve ...
 
-`register` replaces the layer QwenGatedDeltaNetAttention out of tree. The layer runs prefill, decode
-and verification of drafts from and into the pages of the cache, in place. A step of decoding runs
-the convolution and the norm as well; elsewhere these and the projections stay vLLM's. Batches of
-kinds that the layer does not know go to vLLM's own kernels. Under QLA_BATCH_INVARIANT=1 the layer
-is that of vllm_bits.py.
+`register` replaces the layer QwenGatedDeltaNetAttention. Our layer runs prefill, decode and
+verification of drafts on the pages of the cache, in place. A decoding step also runs the
+convolution and the norm on our kernels; otherwise these and the projections stay vLLM's. Other
+kinds of batches run on vLLM's kernels. Under QLA_BATCH_INVARIANT=1 the layer is that of
+vllm_bits.py.
 """
 
 import os
@@ -39,9 +39,9 @@ FLAGS: dict[str, Any] = {
 
 
 def register() -> None:
-    """Replaces vLLM's layer if VLLM_PLUGINS names this plug-in; does nothing otherwise.
+    """Replaces vLLM's layer by ours if VLLM_PLUGINS names this plug-in; else does nothing.
 
-    Raises Unsupported if vLLM is not installed, or its version is not known.
+    Raises Unsupported if vLLM is not installed, or its version is not a tested one.
     """
     if NAME not in os.environ.get("VLLM_PLUGINS", "").split(","):
         return
@@ -63,7 +63,7 @@ def register() -> None:
 
 
 def layer_on(engine: Any) -> type:
-    """Returns the layer; `engine` is vLLM's module qwen_gdn_linear_attn."""
+    """Returns our layer class; `engine` is vLLM's module qwen_gdn_linear_attn."""
     base: Any = getattr(engine, LAYER)
 
     class QlaGatedDeltaNetAttention(base):  # type: ignore[misc]
@@ -82,13 +82,13 @@ def layer_on(engine: Any) -> type:
             output_gate: Tensor,
             core_attn_out: Tensor,
         ) -> None:
-            given = mixed_qkv, b, a, core_attn_out
+            tensors = mixed_qkv, b, a, core_attn_out
             batch = _batch(engine, self)
             if batch is None or not (_only_decodes(batch) and _can_norm(self)):
-                super()._forward_core_fused_norm(*given[:3], output_gate, core_attn_out)
+                super()._forward_core_fused_norm(*tensors[:3], output_gate, core_attn_out)
                 return
             n = batch.num_actual_tokens
-            rows, b, a, out = (x[:n] for x in given)
+            rows, b, a, out = (x[:n] for x in tensors)
             _decode(engine, self, batch, rows, b, a, out, output_gate[:n])
 
         def _forward_core(
@@ -99,15 +99,15 @@ def layer_on(engine: Any) -> type:
                 super()._forward_core(mixed_qkv, b, a, core_attn_out)
                 return
             n = batch.num_actual_tokens
-            given = mixed_qkv[:n], b[:n], a[:n], core_attn_out[:n]
+            tensors = mixed_qkv[:n], b[:n], a[:n], core_attn_out[:n]
             if batch.spec_sequence_masks is None and batch.num_prefills > 0:
-                _prefill(engine, self, batch, *given)
+                _prefill(engine, self, batch, *tensors)
             elif _only_decodes(batch):
-                _decode(engine, self, batch, *given)
+                _decode(engine, self, batch, *tensors)
             elif batch.spec_sequence_masks is not None and not (
                 batch.num_prefills or batch.num_decodes
             ):
-                _verify(engine, self, batch, *given)
+                _verify(engine, self, batch, *tensors)
             else:
                 if batch.spec_sequence_masks is not None:
                     say_mixed()
@@ -118,8 +118,8 @@ def layer_on(engine: Any) -> type:
 
 def _batch(engine: Any, layer: Any) -> Any:
     """Returns the metadata of the batch for this layer, or None while vLLM profiles."""
-    found = engine.get_forward_context().attn_metadata
-    return found.get(layer.prefix) if isinstance(found, dict) else None
+    metadata = engine.get_forward_context().attn_metadata
+    return metadata.get(layer.prefix) if isinstance(metadata, dict) else None
 
 
 def _only_decodes(batch: Any) -> bool:
@@ -127,9 +127,9 @@ def _only_decodes(batch: Any) -> bool:
 
 
 def _can_norm(layer: Any) -> bool:
-    """Returns whether our step can run the layer's norm, and q, k, v and z lie side by side.
+    """Returns whether our decoding step can run the layer's norm, and q, k, v and z are adjacent.
 
-    Where the next projection is quantised, vLLM's compiler fuses that with the norm.
+    If the next projection is quantised, vLLM's compiler fuses that with the norm.
     """
     norm = layer.norm
     return (
@@ -173,7 +173,7 @@ def _decode(
     out: Tensor,
     gate: Tensor | None = None,
 ) -> None:
-    """One token of each sequence; tokens and slots of padding may follow. With a gate, the norm."""
+    """Runs one token of each sequence, and the norm if there is a gate; padding may follow."""
     slots = batch.non_spec_state_indices_tensor[: len(rows)]
     states, parameters = _convolution(engine, layer)
     norm: dict[str, Any] = {}
@@ -231,7 +231,7 @@ def _convolved(engine: Any, layer: Any, batch: Any, rows: Tensor) -> Tensor:
 def _prefill(
     engine: Any, layer: Any, batch: Any, rows: Tensor, b: Tensor, a: Tensor, out: Tensor
 ) -> None:
-    """Sequences of one token come first, then those of many."""
+    """Runs a batch with prefill: sequences of one token come first, then those of many."""
     before = rows
     rows = _convolved(engine, layer, batch, rows)
     first = batch.num_decode_tokens if batch.num_decodes > 0 else 0
@@ -265,12 +265,12 @@ def _prefill(
 
 
 def _starts(batch: Any) -> Tensor:
-    """Returns the slots to start from; made once a batch, for all layers."""
-    found: Tensor | None = getattr(batch, "qla_start_indices", None)
-    if found is None:
+    """Returns the slots to start from; computed once per batch, for all layers."""
+    starts: Tensor | None = getattr(batch, "qla_start_indices", None)
+    if starts is None:
         slots, has = batch.prefill_state_indices, batch.prefill_has_initial_state
-        found = batch.qla_start_indices = torch.where(has, slots, NULL_SLOT).int()
-    return found
+        starts = batch.qla_start_indices = torch.where(has, slots, NULL_SLOT).int()
+    return starts
 
 
 def _verify(

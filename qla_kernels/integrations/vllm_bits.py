@@ -1,9 +1,9 @@
 """vLLM's gated-delta layers with the bits of training: our plug-in under QLA_BATCH_INVARIANT=1.
 
-A page of the cache holds the convolution's last tokens, as before, and a slot of a `GdnPool`: an
-anchor and a tail of tokens. Prefill and decoding append to it, so that a token's o has the bits of
+A page of the cache holds the convolution's last tokens and a slot of a `GdnPool`: an anchor and a
+tail of tokens. Prefill and decoding append to it, so that a token's o has the bits of
 `chunk_gated_delta_rule(.., batch_invariant=True)` over the whole sequence. The convolution and the
-norm stay vLLM's. How vLLM makes pages of it: docs/lessons.md.
+norm stay vLLM's. docs/lessons.md explains the pages.
 """
 
 import math
@@ -27,7 +27,7 @@ PER_PAGE += ", %d of the state, %d of the last tokens; vLLM pads them to its blo
 
 
 def layer_on(engine: Any) -> type:
-    """Returns the layer; `engine` is vLLM's module qwen_gdn_linear_attn."""
+    """Returns our layer class; `engine` is vLLM's module qwen_gdn_linear_attn."""
     base: Any = getattr(engine, plain.LAYER)
 
     class QlaBitsGatedDeltaNetAttention(base):  # type: ignore[misc]
@@ -61,13 +61,13 @@ def layer_on(engine: Any) -> type:
 
 
 def page_of(layer: Any) -> Page:
-    """Returns what this rank's pages of the layer hold beside the convolution's tokens."""
+    """Returns the layout of this rank's pages of the layer, without the convolution's tokens."""
     heads = layer.num_k_heads // layer.tp_size, layer.num_v_heads // layer.tp_size
     return Page(*heads, layer.head_k_dim, layer.head_v_dim, layer.model_config.dtype)
 
 
 def refused(layer: Any, config: Any) -> str | None:
-    """Returns why rollouts cannot have the bits, or None if they can."""
+    """Returns why rollouts cannot have the bits of training in this configuration, or None."""
     cache_config, K = config.cache_config, layer.head_k_dim
     state = cache_config.mamba_ssm_cache_dtype
     if config.speculative_config is not None:
@@ -91,7 +91,7 @@ def refused(layer: Any, config: Any) -> str | None:
 
 
 def size_pages(layer: Any, config: Any) -> None:
-    """Tells vLLM how large the layer's pages are, before it chooses the block of attention."""
+    """Tells vLLM the size of the layer's pages, before it chooses the block size of attention."""
     from vllm.model_executor.models import ModelRegistry
     from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -111,7 +111,7 @@ def size_pages(layer: Any, config: Any) -> None:
 
 
 def _state_bytes(layer: Any) -> list[int]:
-    """Bytes of the convolution, of the state, and of tokens with their gates and counts."""
+    """Returns the bytes of the convolution, of the state, and of tokens with gates and counts."""
     shape, dtype = layer.get_state_shape()[0], layer.get_state_dtype()[0]
     state, *tokens = page_of(layer).part_bytes()
     return [math.prod(shape) * dtype.itemsize, state, sum(tokens)]
@@ -119,7 +119,7 @@ def _state_bytes(layer: Any) -> list[int]:
 
 @cache
 def say_bytes(sizes: tuple[int, ...]) -> None:
-    """Logs what a page costs, once for all layers of these sizes."""
+    """Logs the bytes of a page, once for all layers of these sizes."""
     log.info(f"vLLM: {PER_PAGE}", sum(sizes), *sizes)
 
 
@@ -133,7 +133,7 @@ def _options(layer: Any) -> dict[str, Any]:
 def _forward(
     engine: Any, layer: Any, batch: Any, rows: Tensor, b: Tensor, a: Tensor, out: Tensor
 ) -> None:
-    """Sequences of one token come first, then those of many. Padding has slot 0."""
+    """Runs a batch: sequences of one token come first, then those of many. Padding has slot 0."""
     # views of vLLM's tensors, made anew: vLLM may take its cache back
     pool = GdnPool.of(page_of(layer).slots(layer.kv_cache[1]), plain.NULL_SLOT)
     slots, first = batch.non_spec_state_indices_tensor, len(rows)
@@ -162,9 +162,9 @@ def _forward(
 
 
 def _profile(layer: Any, rows: Tensor, b: Tensor, a: Tensor) -> None:
-    """Runs a prefill of as many sequences as there may be, so that vLLM sees what memory it takes.
+    """Runs a prefill of the largest number of sequences, so that vLLM measures its memory.
 
-    They are padding of a pool of one slot; the memory is that of sequences that count.
+    The sequences are padding in a pool of one slot, and take as much memory as real ones.
     """
     count, layer._profiled_sequences = min(layer._profiled_sequences, len(rows)), 0
     if not count:  # done before

@@ -1,4 +1,4 @@
-"""What our layer for vLLM checks when it is built, and what it logs."""
+"""Checks of our layer for vLLM when it is built, and a log message."""
 
 from functools import cache
 from typing import Any
@@ -12,7 +12,7 @@ from qla_kernels.sm90 import CAPABILITY
 
 
 def refused(layer: Any) -> str | None:
-    """Returns why prefill cannot run the layer on this GPU, or on Hopper without one, or None."""
+    """Returns why prefill cannot run the layer on this GPU (Hopper if there is none), or None."""
     K, V, dtype = layer.head_k_dim, layer.head_v_dim, layer.model_config.dtype
     q, v = (torch.empty(0, 1, 1, size, dtype=dtype, device="cpu") for size in (K, V))
     pool = torch.empty(0, 1, V, K, dtype=layer.get_state_dtype()[1], device="cpu")
@@ -24,5 +24,5 @@ def refused(layer: Any) -> str | None:
 
 @cache
 def say_mixed() -> None:
-    """Logs, once a process, that a batch is not ours."""
+    """Logs once per process that a batch with drafts and other sequences runs on vLLM's kernels."""
     log.info("vLLM: batches in which drafts stand beside other sequences run on vLLM's kernels")

@@ -103,7 +103,7 @@ def checked_norm(
         got, fix = f"z_activation={activation!r}", "apply any other one to the result"
         raise ValueError(need(op, got, alternatives(ACTIVATIONS), fix))
     if type(eps) is not float or not 0 <= eps < float("inf"):
-        needs = "a finite float, at least 0"
+        needs = "a float that is not negative"
         raise ValueError(need(op, f"norm_eps is {eps!r}", needs, "pass the model's, such as 1e-6"))
     if z is None and weight is None:
         return None
