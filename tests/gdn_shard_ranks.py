@@ -1,5 +1,6 @@
 """What ranks find where sequences are cut over them, for tests.ranks. The last case kills one."""
 
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +34,20 @@ def batch(lengths: list[int], sizes: tuple[int, int] = (16, 8), **others: Any) -
     x = call(lengths, heads=(1, 2), sizes=sizes, **others)
     del x["initial_state"]
     return {**x, "do": torch.randn_like(x["v"])}
+
+
+@functools.cache
+def solved(
+    lengths: tuple[int, ...], sizes: tuple[int, int] = (16, 8), fp32: bool = False, **others: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A whole batch, and o and the gradients of all its tensors."""
+    import torch
+
+    x = batch(list(lengths), sizes, **others)
+    if fp32:
+        wide = torch.float64
+        x = {n: t.float() if torch.is_tensor(t) and t.dtype == wide else t for n, t in x.items()}
+    return x, gradients(x)
 
 
 def part(x: dict[str, Any], context: Any, group: Any) -> dict[str, Any]:
@@ -78,6 +93,17 @@ def groups(rank: int) -> Iterator[Any]:
     yield pairs[rank // 2]
 
 
+def batches() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    return {
+        name: solved(
+            tuple(lengths),
+            WIDE_SIZES if name == "wide heads" else (16, 8),
+            activations=name == "ends within ranks",
+        )
+        for name, lengths in LENGTHS.items()
+    }
+
+
 def results(rank: int) -> Iterator[tuple[str, Any]]:
     """The largest relative error of every tensor, by how the batch is cut."""
     import torch.distributed as dist
@@ -86,12 +112,10 @@ def results(rank: int) -> Iterator[tuple[str, Any]]:
     from tests.compare import relative_l2
 
     for group in groups(rank):
-        for name, lengths in LENGTHS.items():
-            sizes = WIDE_SIZES if name == "wide heads" else (16, 8)
-            x = batch(lengths, sizes, activations=name == "ends within ranks")
+        for name, (x, whole) in batches().items():
             context = build_cp_context(x["cu_seqlens"], group)
-            got, want = gradients(part(x, context, group)), gradients(x)
-            want = part({**x, **want}, context, group)
+            got = gradients(part(x, context, group))
+            want = part({**x, **whole}, context, group)
             errors = []
             for n in got:
                 if n in ("A_log", "dt_bias"):  # sums over tokens, so over ranks
@@ -172,4 +196,4 @@ def deaths(rank: int) -> Iterator[tuple[str, Any]]:
 
 
 if __name__ == "__main__":
-    serve(results, refusals, deaths)
+    serve(results, refusals, deaths, before=batches)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.gdn_shard_batches import GpuRule
-from tests.gdn_shard_ranks import WIDE_SIZES, batch, gradients, part
+from tests.gdn_shard_ranks import WIDE_SIZES, batch, gradients, part, solved
 from tests.ranks import raised, serve
 
 TOKENS = 480  # stretches of 120, 80 and 60: longer than a chunk, and shorter
@@ -47,14 +47,18 @@ def groups(rank: int) -> Iterator[Any]:
     yield dist.group.WORLD
 
 
-def largest_error(x: dict[str, Any], context: Any, group: Any) -> float:
-    """Of o and the gradients of all tensors, against those of the whole batch on this rank."""
+Solved = tuple[dict[str, Any], dict[str, Any]]
+
+
+def largest_error(batch: Solved, context: Any, group: Any) -> float:
+    """Of o and the gradients of all tensors, against those of the whole batch."""
     import torch.distributed as dist
 
     from tests.compare import relative_l2
 
-    got, want = gradients(part(x, context, group)), gradients(x)
-    want = part({**x, **want}, context, group)
+    x, whole = batch
+    got = gradients(part(x, context, group))
+    want = part({**x, **whole}, context, group)
     errors = []
     for n in got:
         if n in ("A_log", "dt_bias"):  # sums over tokens, so over ranks
@@ -63,32 +67,40 @@ def largest_error(x: dict[str, Any], context: Any, group: Any) -> float:
     return max(errors)
 
 
-def in_fp32(x: dict[str, Any]) -> dict[str, Any]:
-    import torch
+def batches() -> dict[str, list[Solved]]:
+    """By the name of a result: the batches of which it is the largest error."""
+    named = {
+        name: [
+            solved(
+                tuple(lengths),
+                WIDE_SIZES if name == "wide heads" else (16, 8),
+                activations=name == "ends within stretches",
+            )
+        ]
+        for name, lengths in LENGTHS.items()
+    }
+    for kind, tokens in (("random", TOKENS), ("short", SHORT), ("fp32", TOKENS)):
+        lengths = [tuple(lengths_of(seed, tokens)) for seed in range(BATCHES)]
+        named[kind] = [solved(its, fp32=kind == "fp32") for its in lengths]
+    return named
 
-    wide = torch.float64
-    return {n: t.float() if torch.is_tensor(t) and t.dtype == wide else t for n, t in x.items()}
+
+def changing() -> list[Solved]:
+    return [solved(tuple(lengths_of(seed, SHORT))) for seed in range(2 * BATCHES)]
 
 
 def results(rank: int) -> Iterator[tuple[str, Any]]:
     from qla_kernels.gdn import build_cp_context
 
     for group in groups(rank):
-        for name, lengths in LENGTHS.items():
-            sizes = WIDE_SIZES if name == "wide heads" else (16, 8)
-            x = batch(lengths, sizes, activations=name == "ends within stretches")
-            context = build_cp_context(x["cu_seqlens"], group, layout="zigzag")
-            yield f"{name}, {group.size()} ranks", largest_error(x, context, group)
-        for kind, tokens in (("random", TOKENS), ("short", SHORT), ("fp32", TOKENS)):
+        for name, its in batches().items():
             errors = []
-            for seed in range(BATCHES):
-                x = batch(lengths_of(seed, tokens))
-                x = in_fp32(x) if kind == "fp32" else x
-                context = build_cp_context(x["cu_seqlens"], group, layout="zigzag")
+            for x in its:
+                context = build_cp_context(x[0]["cu_seqlens"], group, layout="zigzag")
                 errors.append(largest_error(x, context, group))
-            yield f"{kind}, {group.size()} ranks", max(errors)
-        x = batch(LENGTHS["several in a stretch"])
-        context = build_cp_context(x["cu_seqlens"], group, layout="zigzag")
+            yield f"{name}, {group.size()} ranks", max(errors)
+        x = batches()["several in a stretch"][0]
+        context = build_cp_context(x[0]["cu_seqlens"], group, layout="zigzag")
         names = ("cu_seqlens", "layout", "part_len", "front_num_seqs", "pre_num_ranks_by_part",
             "post_num_ranks_by_part", "is_first_by_part", "is_last_by_part")  # fmt: skip
         fields = {n: getattr(context, n) for n in names}
@@ -142,10 +154,9 @@ def mixed(rank: int) -> Iterator[tuple[str, Any]]:
 
     rule, group = GpuRule(), dist.new_group()  # of which nothing is known
     errors = []
-    for seed in range(2 * BATCHES):
-        x = batch(lengths_of(seed, SHORT))
+    for seed, x in enumerate(changing()):
         layout = ("zigzag", "contiguous")[seed % 2]
-        context = build_cp_context(x["cu_seqlens"], group, layout=layout)
+        context = build_cp_context(x[0]["cu_seqlens"], group, layout=layout)
         errors.append(largest_error(x, context, group))
     yield "changing", max(errors)
     yield "exchanges", rule.exchanges
@@ -170,4 +181,4 @@ def mixed(rank: int) -> Iterator[tuple[str, Any]]:
 
 
 if __name__ == "__main__":
-    serve(results, refusals, mixed)
+    serve(results, refusals, mixed, before=lambda: (batches(), changing()))

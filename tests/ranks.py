@@ -85,10 +85,22 @@ def gathered(folder: Path, world: int) -> list[dict[str, Any]]:
     return said
 
 
-def serve(*cases: Case) -> None:
-    """As all ranks, in the folder and by the store of the command line."""
-    import qla_kernels  # noqa: F401
+def serve(*cases: Case, before: Callable[[], object] | None = None) -> None:
+    """As all ranks, in the folder and by the store of the command line.
 
+    `before` computes once what each of them needs, and caches it.
+    """
+    import torch
+
+    from qla_kernels import gdn, sparse_ring  # noqa: F401
+    from qla_kernels.cpu import reference
+
+    reference()
+    torch.set_num_threads(1)
+    # Fresh memory is NaN. Torch imports its compiler for this: once, not in each rank.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    if before:
+        before()
     for rank in range(WORLD):
         if os.fork() == 0:
             with (Path(sys.argv[1]) / f"{rank}.err").open("w") as errors:
