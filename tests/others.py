@@ -8,11 +8,12 @@ functions are replaced by ours before its tests import them. A test whose call o
 one in fp32, is skipped, with the refusal as its reason; options behind CHECKOUT go to pytest.
 """
 
+import functools
 import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import qla_kernels
 from qla_kernels import Unsupported
 
 ROOT = Path(__file__).parents[1]
-REPLACES = "QLA_TESTS_REPLACE"
+REPLACES = "TESTS_REPLACE"
 TESTS = {"fla": "tests/ops/test_gdn.py", "flash_qla": "tests/test_gdr_unit.py"}
 MODULES = {"fla": "fla.ops.gated_delta_rule", "flash_qla": "flash_qla"}
 FUNCTIONS = {
@@ -35,7 +36,19 @@ def pytest_configure(config: pytest.Config) -> None:
     if (library := os.environ.get(REPLACES)) is not None:
         module = importlib.import_module(MODULES[library])
         for name in FUNCTIONS[library]:
-            setattr(module, name, getattr(qla_kernels, name))
+            setattr(module, name, with_lengths(getattr(qla_kernels, name)))
+
+
+def with_lengths(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function, told the lengths where it needs them: for the states of all chunks."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        if options.get("output_h") and options.get("cu_seqlens") is not None:
+            options.setdefault("cu_seqlens_cpu", options["cu_seqlens"].cpu())
+        return function(*arguments, **options)
+
+    return call
 
 
 @pytest.hookimpl(wrapper=True)
