@@ -1,6 +1,6 @@
 """The command line: `python -m qla_kernels COMMAND`, installed as `qla-kernels COMMAND` too.
 
-Without a command it is the doctor. A command's module is imported when the command is given.
+Without a command it runs the doctor. Only the module of the command is imported.
 """
 
 import importlib
@@ -13,12 +13,14 @@ from qla_kernels.errors import need
 
 
 class Command(NamedTuple):
+    """A command: its module, and a line of help."""
+
     module: str  # has main(arguments), which returns the exit status
     what: str
 
 
 COMMANDS = {
-    "doctor": Command("info", "prints versions, GPUs, and what the main calls would run"),
+    "doctor": Command("info", "prints versions, GPUs, and what the main calls would run on"),
     "selftest": Command("selftest", "runs small cases of everything that can run here"),
     "warmup": Command("warmup", "makes kernels ready before they are needed"),
     "build": Command("build", "compiles kernels ahead of time"),
@@ -54,7 +56,7 @@ def usage() -> str:
             "",
             *lines,
             "",
-            "Without a command it is the doctor. COMMAND --help shows a command's options.",
+            "The default command is the doctor. COMMAND --help shows a command's options.",
         ]
     )
 

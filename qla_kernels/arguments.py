@@ -1,7 +1,7 @@
-"""Checks arguments that have to be flags, integers or numbers.
+"""Checks of arguments that must be flags, integers or numbers.
 
-Each function but `checks_contents` and `check_words` returns the argument in its plain type, or
-raises a ValueError that names it, and does not wait for a GPU.
+`flag`, `integer` and `number` return the argument as a bool, int or float, or raise a ValueError
+that names it. They do not wait for a GPU.
 """
 
 import operator
@@ -17,19 +17,19 @@ from qla_kernels.errors import need
 
 
 def switched_on(name: str) -> bool:
-    """Returns True if an environment variable is set to anything but 0 or nothing."""
+    """Returns True if an environment variable is set, and neither empty nor 0."""
     return os.environ.get(name, "0") not in ("", "0")
 
 
 def checks_contents() -> bool:
-    """Returns True under QLA_CHECK=1: the contents of tensors on a GPU are read and checked."""
+    """Returns True under QLA_CHECK=1, which makes calls check the contents of GPU tensors."""
     return switched_on("QLA_CHECK")
 
 
 def check_words(op: str, name: str, x: Tensor) -> None:
     """Raises ValueError unless all numbers fit in int32: kernels read the low words of int64.
 
-    The host waits for a GPU tensor.
+    Waits for a GPU tensor.
     """
     fits = torch.iinfo(torch.int32)
     if (wrong := (x < fits.min) | (x > fits.max)).any():
@@ -68,8 +68,8 @@ def integer(op: str, name: str, x: Any, fix: str = "") -> int:
 def number(op: str, name: str, x: Any, fix: str = "") -> float:
     """Returns x as a float.
 
-    Raises ValueError unless x is a real number, or a CPU tensor of one element that requires no
-    gradient, because it would get none. `fix` is as in `integer`.
+    Raises ValueError unless x is a real number, or a CPU tensor of one element that does not
+    require a gradient, because it would get none. `fix` is as in `integer`.
     """
     if type(x) is float:
         return x
@@ -83,12 +83,12 @@ def number(op: str, name: str, x: Any, fix: str = "") -> float:
 
 
 def described(name: str, x: object) -> str:
-    """Returns a clause for error messages that says what an argument of a wrong type is."""
+    """Returns a description of an argument for error messages, such as "n is 'a' of type str"."""
     if isinstance(x, Tensor):
-        learned = " that requires a gradient" if x.requires_grad else ""
+        with_grad = " that requires a gradient" if x.requires_grad else ""
         dtype = str(x.dtype).removeprefix("torch.")
         form = f"{'an' if dtype[0] == 'i' else 'a'} {dtype} tensor of shape {tuple(x.shape)}"
-        return f"{name} is {form} on {x.device}{learned}"
-    said = repr(x)
-    value = f"{said} " if len(said) <= 40 else ""
+        return f"{name} is {form} on {x.device}{with_grad}"
+    text = repr(x)
+    value = f"{text} " if len(text) <= 40 else ""
     return f"{name} is {value}of type {type(x).__name__}"

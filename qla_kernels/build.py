@@ -1,27 +1,27 @@
 """Compiles kernels ahead of time, for processes that have neither TileLang nor nvcc.
 
     python -m qla_kernels build --out FOLDER                   every variant of every kernel
-    python -m qla_kernels build --out FOLDER gdn attn.delta    of a family, of one kernel
-    python -m qla_kernels build --out FOLDER --ptxas PATH      assembled by another ptxas
-    python -m qla_kernels build --release                      every variant, of a release
+    python -m qla_kernels build --out FOLDER gdn attn.delta    a family, and one kernel
+    python -m qla_kernels build --out FOLDER --ptxas PATH      with another ptxas
+    python -m qla_kernels build --release                      every variant, for a release
 
-Writes FOLDER/kernels-13.zip, or kernels-12.9.zip if nvcc, or the ptxas that is named, is that of
-CUDA 12.9, and compiles the launcher, FOLDER/launcher.abi3.so. `QLA_PREBUILT=FOLDER` makes
-qla_kernels use both, and puts both into a wheel that is built with it (hatch_build.py). A kernel
-whose registers, spills or shared memory are not those of its schedule is refused.
+Writes FOLDER/kernels-13.zip (kernels-12.9.zip if nvcc or --ptxas is of CUDA 12.9), and compiles the
+launcher, FOLDER/launcher.abi3.so. `QLA_PREBUILT=FOLDER` makes qla_kernels use both, and puts both
+into a wheel that is built with it (hatch_build.py). A kernel whose registers, spills or shared
+memory differ from its schedule is refused.
 
-Kernels that the folder's file has already, of the same sources and tools, are kept; so are those
-whose sources were edited without another digest in digests.json.
+Kernels that the folder's file already has are not built again if sources and tools are the same, or
+if edited sources have the same digests in digests.json.
 
---release fills qla_kernels/prebuilt of a checkout, which is committed with a release and renewed
-for releases alone. Wheels, source distributions and editable installs of the checkout then have the
-kernels. It refuses to write a kernel whose digests are not those of digests.json.
+--release fills qla_kernels/prebuilt of a checkout, which is committed with each release. Wheels,
+source distributions and editable installs of the checkout then have the kernels. It refuses to
+write a kernel whose digests differ from digests.json.
 
-Needs TileLang, nvcc and a C compiler, but no GPU. The file holds each variant's machine code,
-without line information, and what a launch of it needs (`qla_kernels/native/entry.py`), both
-compressed, and a manifest: versions of TileLang and nvcc, and for each variant the digests of its
-generated code, its launch and its sources, and checksums. NOTICES has the licences of headers that
-are compiled into the kernels. The same sources and tools give the same bytes.
+Needs TileLang, nvcc and a C compiler, but no GPU. The file holds, compressed, the machine code of
+each variant, without line information, and what a launch needs (`qla_kernels/native/entry.py`); and
+a manifest: versions of TileLang and nvcc, and for each variant checksums and the digests of its
+generated code, launch and sources. NOTICES has the licences of headers that are compiled into the
+kernels. The same sources and tools give the same bytes.
 """
 
 import hashlib
@@ -59,16 +59,16 @@ class Built(NamedTuple):
 def build(kernel: jit.Kernel, variant: Any, ptxas: Path | None = None) -> Built:
     """Lowers and compiles one variant, and reads what a launch of it needs.
 
-    Raises Unsupported if `ptxas`, in place of nvcc's own, cannot read it, or if the machine code
-    takes other resources than the schedule says.
+    `ptxas` replaces that of nvcc. Raises Unsupported if it cannot read the code, or if the machine
+    code does not have the resources of its schedule.
     """
     lowered, name = jit.lower(kernel, variant), jit.label(kernel.module, variant)
-    given = lowered.source, kernel.module.PASS_CONFIGS
+    source = lowered.source, kernel.module.PASS_CONFIGS
     with tempfile.TemporaryDirectory() as folder:
         if ptxas is None:
-            assembled = jit.assemble(*given, Path(folder), line_info=False)
+            assembled = jit.assemble(*source, Path(folder), line_info=False)
         else:
-            assembled = other_ptxas.assemble(name, *given, Path(folder), ptxas)
+            assembled = other_ptxas.assemble(name, *source, Path(folder), ptxas)
         check_resources(name, lowered, assembled.report, kernel.module.schedule(variant))
         return built(kernel, variant, lowered, assembled.cubin.read_bytes())
 
@@ -108,23 +108,23 @@ def checksum(contents: bytes) -> str:
 
 
 def set_of(ptxas: Path | None = None) -> str:
-    """Returns the name of the set of this ptxas, or of nvcc; Unsupported if there is none.
+    """Returns the name of the set for this ptxas, or for nvcc; Unsupported if there is none.
 
-    Drivers of CUDA 12 read kernels of ptxas 12.9, but none of ptxas 13.
+    Drivers of CUDA 12 can read kernels of ptxas 12.9, but not those of ptxas 13.
     """
     tool, version = "nvcc", jit.nvcc_version()
     if ptxas is not None:
         tool, version = "ptxas", other_ptxas.version(ptxas)
     release = version.removeprefix("release ").partition(",")[0]
-    found = release if release in prebuilt.SETS else release.partition(".")[0]
-    if found not in prebuilt.SETS:
+    name = release if release in prebuilt.SETS else release.partition(".")[0]
+    if name not in prebuilt.SETS:
         needs, fix = " or ".join(prebuilt.SETS), "set CUDA_HOME to one of these, or --ptxas"
         raise Unsupported(need("build", f"{tool} {version}", needs, fix))
-    return found
+    return name
 
 
 def versions(ptxas: Path | None = None) -> dict[str, str]:
-    """Returns the versions of the tools that build, for the manifest."""
+    """Returns the versions of the build tools, for the manifest."""
     import tilelang
 
     tools = {"tilelang": tilelang.__version__, "nvcc": jit.nvcc_version()}
@@ -180,7 +180,7 @@ def _add(file: zipfile.ZipFile, name: str, contents: bytes) -> None:
 
 
 def selected(names: Sequence[str]) -> list[tuple[jit.Kernel, Any]]:
-    """Returns the variants of kernels and families; of all kernels if there are no names."""
+    """Returns the variants of these kernels and families, or all variants without names."""
     known = {".".join(name) for name in jit.kernel_names()}
     for name in names:
         if name not in known | {kernel.partition(".")[0] for kernel in known}:
@@ -197,7 +197,7 @@ def selected(names: Sequence[str]) -> list[tuple[jit.Kernel, Any]]:
 def kept(
     path: Path, found: Sequence[tuple[jit.Kernel, Any]], tools: dict[str, str]
 ) -> dict[str, Built]:
-    """Returns those of `found` that a file has, built from today's sources by `tools`."""
+    """Returns the variants that a file already has, built from the same sources by `tools`."""
     try:
         file = prebuilt.opened(path)
         if {tool: file.manifest.get(tool) for tool in tools} != tools:
@@ -222,7 +222,7 @@ def build_all(
 ) -> list[Built]:
     """Builds variants in several processes; the first failure cancels those that have not begun.
 
-    Not in threads: lowering, half of the work, holds Python's lock.
+    Threads would not help: lowering, half of the work, holds Python's lock.
     """
     from tqdm.auto import tqdm
 
@@ -247,7 +247,7 @@ def _build_named(family: str, name: str, number: int, ptxas: Path | None) -> Bui
 
 
 def launcher_in(folder: Path) -> Path:
-    """Returns the folder's launcher, which is compiled unless it is whole and of these sources."""
+    """Returns the folder's launcher; compiles it unless it is intact and of these sources."""
     path = folder / prebuilt.LAUNCHER
     try:
         if path.exists() and is_current(path):
@@ -258,7 +258,7 @@ def launcher_in(folder: Path) -> Path:
 
 
 def check_recorded(found: Iterable[tuple[jit.Kernel, Any]]) -> None:
-    """Raises Unsupported unless digests.json has all digests of these variants' sources."""
+    """Raises Unsupported unless digests.json has digests for the sources of these variants."""
     labels = [(jit.label(kernel.module, variant), kernel) for kernel, variant in found]
     _refuse_others(
         label
@@ -290,8 +290,8 @@ def main(arguments: Sequence[str]) -> int:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--out", type=Path, metavar="FOLDER")
     where.add_argument("--release", action="store_true", help="qla_kernels/prebuilt of a checkout")
-    parser.add_argument("--ptxas", type=Path, metavar="PATH", help="in place of nvcc's own")
-    parser.add_argument("--workers", type=int, help="variants at a time; default: one a core")
+    parser.add_argument("--ptxas", type=Path, metavar="PATH", help="instead of nvcc's own")
+    parser.add_argument("--workers", type=int, help="parallel builds; default: one per core")
     options = parser.parse_args(arguments)
     if options.release and options.kernels:
         parser.error("names of kernels beside --release; a release has all of them")

@@ -1,12 +1,12 @@
-"""Checks an edited kernel: its schedule, its cases in the emulator, and on a Hopper GPU.
+"""Checks an edited kernel: against its schedule, in the emulator, and on a Hopper GPU.
 
     python -m qla_kernels check gdn.fused_fwd                              its first variant
     python -m qla_kernels check gdn.fused_fwd --variant bf16-k128-v64      another one
     python -m qla_kernels check gdn.fused_fwd --all                        every variant
 
 Inspection and emulation run at the same time and need no GPU. The cases are in
-qla_kernels/selftest; the emulated tests are in the repository and not in the wheel. The exit status
-is 1 if something that ran failed.
+qla_kernels/selftest; the emulated tests are in the repository, not in the wheel. The exit status is
+1 if a check failed.
 """
 
 import os
@@ -38,7 +38,7 @@ class Outcome(NamedTuple):
 
 
 def check(kernel: str, variant: str) -> list[Outcome]:
-    """Runs inspection, emulated tests and self-test at the same time; returns their outcomes.
+    """Runs inspection, emulated tests and self-test in parallel; returns their outcomes.
 
     `variant` is an id, or "" for all variants.
     """
@@ -86,11 +86,11 @@ def _ran(what: str, command: list[str]) -> Outcome:
 
 def chosen(kernel: str, variant: str, every: bool) -> str:
     """Returns the id of the variant to check, "" for all; ValueError if it is unknown."""
-    found = [k for k in jit.kernel_modules() if str(k) == kernel]
-    if not found:
+    kernels = [k for k in jit.kernel_modules() if str(k) == kernel]
+    if not kernels:
         known = ", ".join(map(".".join, jit.kernel_names()))
         raise ValueError(need("check", f"no kernel {kernel!r}", f"one of {known}", "choose one"))
-    ids = [jit.variant_id(v) for v in found[0].module.VARIANTS]
+    ids = [jit.variant_id(v) for v in kernels[0].module.VARIANTS]
     if variant and variant not in ids:
         raise ValueError(need("check", f"no variant {variant!r}", f"one of {ids}", "choose one"))
     return "" if every else variant or ids[0]
@@ -99,7 +99,7 @@ def chosen(kernel: str, variant: str, every: bool) -> str:
 def main(arguments: Sequence[str]) -> int:
     parser = command_line.parser("check", __doc__)
     parser.add_argument("kernel", help="family.kernel")
-    parser.add_argument("--variant", default="", metavar="ID", help="left out: the first one")
+    parser.add_argument("--variant", default="", metavar="ID", help="default: the first one")
     parser.add_argument("--all", action="store_true", help="every variant")
     options = parser.parse_args(arguments)
     try:

@@ -1,4 +1,4 @@
-"""Parsers of command lines whose help is a module's docstring."""
+"""Command-line parsers whose help is the docstring of a module."""
 
 import argparse
 from pathlib import Path
@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def parser(command: str, doc: str | None) -> argparse.ArgumentParser:
-    """Returns a parser with the docstring's first line before the options, the rest behind them."""
+    """Returns a parser that shows a docstring's first line above the options, the rest below."""
     first, _, rest = (doc or "").partition("\n\n")
     return argparse.ArgumentParser(
         prog=f"{PROGRAM} {command}",

@@ -1,17 +1,16 @@
-"""Digests of the generated code: is it the same in every process, and what it was?
+"""Prints digests of generated code, or compares them between processes or with a record.
 
     python -m qla_kernels digests                          every variant of every kernel
     python -m qla_kernels digests gdn.fused_fwd            one kernel, or one family
-    python -m qla_kernels digests --write                  bring qla_kernels/digests.json up to date
+    python -m qla_kernels digests --write                  update qla_kernels/digests.json
     python -m qla_kernels digests --check                  compare with qla_kernels/digests.json
     python -m qla_kernels digests --check REV              compare with that file in a git revision
     python -m qla_kernels digests --processes 20           lower each kernel in 20 fresh processes
 
-Prints a line a variant: digests of its code and of what its launch needs, and its label. Comments
-and names of variables do not count.
-Compared processes have a random PYTHONHASHSEED and lower one kernel each; --workers says how many
-run at a time. Needs TileLang; neither nvcc nor a GPU. Lowering every kernel once takes some 20
-minutes of a core. Exit status 1 when digests differ.
+Prints a line for each variant: digests of its code and of what its launch needs, and its label.
+Comments and names of variables do not count. Compared processes have a random PYTHONHASHSEED and
+lower one kernel each. Needs TileLang, but neither nvcc nor a GPU. Lowering every kernel once takes
+about 20 minutes of a core. The exit status is 1 if digests differ.
 """
 
 import argparse
@@ -39,7 +38,7 @@ class Lowered(NamedTuple):
 
 
 def selected(wanted: str) -> list[str]:
-    """Returns the kernels of a family, one kernel, or for "" all; ValueError if there is none."""
+    """Returns one kernel, the kernels of a family, or all for ""; ValueError if there is none."""
     names = [".".join(name) for name in jit.kernel_names()]
     found = [name for name in names if wanted in ("", name, name.partition(".")[0])]
     if not found:
@@ -76,14 +75,14 @@ def in_a_process(wanted: list[str]) -> Lowered:
 
 
 def in_processes(kernels: list[str], runs: int, workers: int) -> list[Lowered]:
-    """Lowers every kernel in a process of its own, `runs` times."""
+    """Lowers every kernel in its own process, `runs` times."""
     with ThreadPoolExecutor(workers) as pool:
         jobs = [[pool.submit(in_a_process, [name]) for name in kernels] for _ in range(runs)]
         return [merged(job.result() for job in run) for run in jobs]
 
 
 def merged(parts: Iterable[Lowered]) -> Lowered:
-    """Returns the digests of several parts as one."""
+    """Merges the digests of several processes."""
     every = Lowered({}, {})
     for part in parts:
         every.code.update(part.code)
@@ -93,13 +92,13 @@ def merged(parts: Iterable[Lowered]) -> Lowered:
 
 def differences(runs: Sequence[Digests], what: str = "") -> list[str]:
     """Returns a line for each variant whose digest is not the same in all runs."""
-    said = []
+    lines = []
     for name in sorted(set().union(*runs)):
         seen = [run.get(name, "absent") for run in runs]
         if len(set(seen)) > 1:
             counts = ", ".join(f"{digest} x {seen.count(digest)}" for digest in sorted(set(seen)))
-            said.append(f"{name}{what}: {counts}")
-    return said
+            lines.append(f"{name}{what}: {counts}")
+    return lines
 
 
 def on_record(revision: str) -> Lowered:
@@ -124,9 +123,9 @@ def on_record(revision: str) -> Lowered:
 
 def main(arguments: Sequence[str]) -> int:
     parser = command_line.parser("digests", __doc__)
-    parser.add_argument("kernels", nargs="*", help="family or family.kernel; all when left out")
+    parser.add_argument("kernels", nargs="*", help="family or family.kernel; default: all")
     parser.add_argument("--processes", type=int, metavar="N", help="compare N fresh processes")
-    parser.add_argument("--workers", type=int, default=1, help="processes at a time")
+    parser.add_argument("--workers", type=int, default=1, help="parallel processes")
     parser.add_argument("--check", nargs="?", const="", metavar="REV", help="compare with a record")
     parser.add_argument("--write", action="store_true", help="write digests.json")
     options = parser.parse_args(arguments)
@@ -148,23 +147,23 @@ def main(arguments: Sequence[str]) -> int:
 
 def _compare(kernels: list[str], processes: int, options: argparse.Namespace) -> int:
     runs = in_processes(kernels, processes, options.workers)
-    said = differences([run.code for run in runs])
-    said += differences([run.launch for run in runs], ", launch")
+    lines = differences([run.code for run in runs])
+    lines += differences([run.launch for run in runs], ", launch")
     if options.check is not None:
         record = on_record(options.check)
         asked = {k: v for k, v in record.code.items() if k.partition("-")[0] in kernels}
-        said += differences([asked, runs[0].code])
+        lines += differences([asked, runs[0].code])
         launches = {k: record.launch.get(k, v) for k, v in runs[0].launch.items()}
-        said += differences([launches, runs[0].launch], ", launch")
-    print(*said, sep="\n", end="\n" if said else "")
-    print(f"{len(runs[0].code)} variants, {len(runs)} processes, {len(said)} differ")
-    if options.write and len(said) == 0:
+        lines += differences([launches, runs[0].launch], ", launch")
+    print(*lines, sep="\n", end="\n" if lines else "")
+    print(f"{len(runs[0].code)} variants, {len(runs)} processes, {len(lines)} differ")
+    if options.write and len(lines) == 0:
         record_them(runs[0], kernels)
-    return 1 if said else 0
+    return 1 if lines else 0
 
 
 def record_them(found: Lowered, kernels: list[str]) -> None:
-    """Writes what was lowered, and of all other kernels what the file has."""
+    """Writes digests.json: new digests of these kernels, and the old ones of all others."""
     import tilelang
 
     others = set(selected("")) - set(kernels)

@@ -2,9 +2,9 @@
 
 
 class Unsupported(ValueError):
-    """The call is well formed, but this version cannot run it on this machine or in this form."""
+    """The call is well formed, but this version cannot run it, or not on this machine."""
 
 
 def need(op: str, got: str, needs: str, fix: str) -> str:
-    """Returns an error's text: operation, what was passed, what is needed, and how to fix it."""
+    """Returns the text of an error: operation, what it got, what it needs, and how to fix it."""
     return f"{op}: {got}; need {needs}; {fix}"

@@ -1,12 +1,12 @@
 """The doctor: prints this machine's versions and GPUs, and what the main calls would run on it.
 
-    python -m qla_kernels                          everything below
-    python -m qla_kernels doctor --json            the same, for programs
-    python -m qla_kernels doctor --fingerprint     one hash a family: of its kernels' generated code
+    python -m qla_kernels                          the whole report
+    python -m qla_kernels doctor --json            the same as JSON
+    python -m qla_kernels doctor --fingerprint     one hash of the generated code of each family
 
-Its output belongs at the top of any bug report. A probe that fails reports its failure and does not
-stop the others. Nothing is compiled. The exit status is 0, whatever the report says, and 2 for
-wrong arguments.
+Put its output at the top of a bug report. A probe that fails reports its failure and does not stop
+the others. Nothing is compiled. The exit status is 0, whatever the report says, and 2 for wrong
+arguments.
 """
 
 import importlib
@@ -60,10 +60,7 @@ Section = dict[str, object]
 
 
 def report() -> dict[str, Section]:
-    """Returns what the doctor prints, as a dict: section by name.
-
-    All values can be written as JSON.
-    """
+    """Returns the doctor's report, a dict of sections by name; all values fit in JSON."""
     return {
         "qla_kernels": {
             "version": qla_kernels.__version__,
@@ -86,12 +83,12 @@ def report() -> dict[str, Section]:
 
 
 def families() -> list[str]:
-    """Returns every family that has kernels, except attn, whose kernels other families share."""
+    """Returns the families that have kernels, without attn, whose kernels other families share."""
     return sorted({family for family, _ in jit.kernel_names()} - {"attn"})
 
 
 def fingerprint(family: str) -> str:
-    """Returns one digest over the generated code of a family's kernels; equal on all machines."""
+    """Returns one digest of the generated code of a family's kernels, equal on all machines."""
     return digests.of_family((family, "attn") if family in ATTENTION else (family,))
 
 
@@ -245,15 +242,15 @@ def text(sections: dict[str, Section]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     parser = command_line.parser("doctor", __doc__)
-    parser.add_argument("--json", action="store_true", help="for programs")
-    parser.add_argument("--fingerprint", action="store_true", help="one hash a kernel family")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--fingerprint", action="store_true", help="print one hash per family")
     options = parser.parse_args(arguments)
-    found: object
+    facts: object
     if options.fingerprint:
-        found = {family: fingerprint(family) for family in families()}
-        shown = "\n".join(f"{family} {value}" for family, value in found.items())
+        facts = {family: fingerprint(family) for family in families()}
+        shown = "\n".join(f"{family} {value}" for family, value in facts.items())
     else:
-        found = report()
-        shown = text(found)
-    sys.stdout.write((json.dumps(found, indent=2) if options.json else shown) + "\n")
+        facts = report()
+        shown = text(facts)
+    sys.stdout.write((json.dumps(facts, indent=2) if options.json else shown) + "\n")
     return 0

@@ -1,4 +1,4 @@
-"""Errors of ranks that should make the same call: one is lost, or its call is another one."""
+"""Errors of collective calls: a rank is lost, or ranks make different calls."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -7,15 +7,15 @@ from qla_kernels.errors import need
 
 
 class RankError(RuntimeError):
-    """A transfer or an agreement failed: a rank died, hangs, or makes other calls than this one."""
+    """A transfer between ranks failed: a rank died, hangs, or makes different calls."""
 
 
 @contextmanager
 def lost_ranks_explained(op: str, what: str) -> Iterator[None]:
-    """Turns torch's error of a transfer inside into a RankError.
+    """Turns a RuntimeError of torch in a `with` block into a RankError.
 
     Args:
-        op: the name that the message begins with.
+        op: the function's name, with which the message begins.
         what: the transfer that failed, as a clause: "ranks could not exchange links".
     """
     try:
@@ -33,8 +33,8 @@ def expect_equal(op: str, everyone: Sequence[Mapping[str, object]]) -> None:
     """Raises a ValueError that names the first fact in which a rank differs from rank 0.
 
     Args:
-        op: the name that the message begins with.
-        everyone: the facts of each rank's call by name, rank by rank.
+        op: the function's name, with which the message begins.
+        everyone: for each rank, the facts of its call by name.
     """
     for rank, facts in enumerate(everyone):
         for name, first in everyone[0].items():

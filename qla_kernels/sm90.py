@@ -1,8 +1,7 @@
-"""Requirements of every kernel of this package on a GPU and on the tensors of a call.
+"""What every kernel of this package requires of the GPU and of tensors.
 
-The functions `refused_*` return a reason (got, need, fix) why no kernel can run a call, or None.
-They decide from shapes, dtypes, strides and the device's capability, which all ranks of a job
-share.
+The functions `refused_*` return a reason (got, needs, fix) why no kernel can run a call, or None.
+They look at shapes, dtypes, strides and the device's capability, which all ranks of a job share.
 """
 
 from collections.abc import Sequence
@@ -27,9 +26,9 @@ def refused_device(
     """Returns the reason if the GPU is no Hopper, or if no kernel has this dtype; else None.
 
     Args:
-        capability: of the GPU.
-        dtype: of q, k and v.
-        elsewhere: what else the caller can do: "use ...".
+        capability: compute capability of the GPU.
+        dtype: dtype of q, k and v.
+        elsewhere: what the caller can do instead: "use ...".
     """
     if capability != CAPABILITY:
         got = f"device capability {capability[0]}.{capability[1]}"
@@ -54,8 +53,8 @@ def refused_head_size(
         size: the head size.
         letter: its name in messages: D, K or V.
         padded: the tensors that would be padded: "q and k".
-        elsewhere: what else the caller can do: "use ...".
-        sizes: those that the family's kernels have, in ascending order.
+        elsewhere: what the caller can do instead: "use ...".
+        sizes: the sizes of the family's kernels, in ascending order.
     """
     if size in sizes:
         return None
@@ -65,7 +64,7 @@ def refused_head_size(
 
 
 def head_sizes(validate: Any) -> str:
-    """Returns the head sizes that a family's kernels have, of its module `validate`, as text."""
+    """Returns the head sizes of a family's kernels as text; `validate` is the family's module."""
     sizes = getattr(validate, "HEAD_SIZES", HEAD_SIZES)
     return sizes if isinstance(sizes, str) else f"head size {alternatives(sizes)}"
 
@@ -86,8 +85,8 @@ def tma_readable(x: Tensor, batch_may_repeat: bool = False) -> bool:
 
     Args:
         x: any tensor, of at least two dimensions.
-        batch_may_repeat: allow a batch stride of 0 where rows have several tokens: such rows do
-            not flatten, so the caller launches each row with a descriptor of its own.
+        batch_may_repeat: allow a batch stride of 0 if rows have several tokens: such rows do not
+            flatten, so the caller launches each row with its own descriptor.
     """
     offset = 0  # untraceable
     if not torch.compiler.is_compiling():
@@ -107,19 +106,19 @@ def tma_readable(x: Tensor, batch_may_repeat: bool = False) -> bool:
 def readable(x: Tensor) -> Tensor:
     """Returns x, or a contiguous copy if kernels cannot read its strides or its address.
 
-    They need a last stride of 1, and an address and positive other strides that are multiples of 16
-    bytes. An incoming gradient may have any strides.
+    Kernels need a last stride of 1; the address and the other strides, which are positive, must be
+    multiples of 16 bytes.
     """
     step = TMA_ALIGNMENT // x.element_size()
     strides = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]
-    whole = all(s > 0 and s % step == 0 for s in strides)
-    if x.stride(-1) == 1 and whole and x.data_ptr() % TMA_ALIGNMENT == 0:
+    aligned = all(s > 0 and s % step == 0 for s in strides)
+    if x.stride(-1) == 1 and aligned and x.data_ptr() % TMA_ALIGNMENT == 0:
         return x
     return x.contiguous()
 
 
 def require_aligned(op: str, **tensors: Tensor) -> None:
-    """Raises Unsupported if a tensor's address is not aligned: torch.compile cannot trace that."""
+    """Raises Unsupported if a tensor's address is not aligned; torch.compile cannot trace this."""
     for name, x in tensors.items():
         if past := x.data_ptr() % TMA_ALIGNMENT:
             got = f"{name} begins {past} bytes past a multiple of {TMA_ALIGNMENT}"
@@ -128,14 +127,14 @@ def require_aligned(op: str, **tensors: Tensor) -> None:
 
 
 def require(reason: str | None) -> None:
-    """Raises Unsupported with the text that a family's `refusal` returned, if any."""
+    """Raises Unsupported with the text of a family's `refusal`, if there is one."""
     if reason is not None:
         raise Unsupported(reason)
 
 
-def expect_tensors(op: str, **given: object) -> None:
+def expect_tensors(op: str, **arguments: object) -> None:
     """Raises a ValueError that names the first argument that is no tensor."""
-    for name, x in given.items():
+    for name, x in arguments.items():
         if not isinstance(x, Tensor):
             got = f"{name} is of type {type(x).__name__}"
             raise ValueError(need(op, got, "a tensor", f"pass {name} as one"))

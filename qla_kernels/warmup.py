@@ -1,14 +1,13 @@
-"""Makes kernels ready before they are needed: checks prebuilt ones, compiles the others.
+"""Prepares kernels before they are needed: checks prebuilt ones and compiles the others.
 
-    python -m qla_kernels warmup                              every variant there is
+    python -m qla_kernels warmup                              every variant
     python -m qla_kernels warmup --model qwen3-next --tp 4    the variants that one model needs
     python -m qla_kernels warmup --list                       prints them, and which are prebuilt
 
-Prebuilt kernels are read, compared with their checksums and made ready to launch; this takes
-milliseconds, needs neither TileLang nor nvcc, and leaves nothing behind. The others are compiled,
-several at a time, and TileLang's cache keeps the results. That needs nvcc but no GPU: a cache
-folder filled here (TILELANG_CACHE_DIR) serves a Hopper machine that has the same TileLang. Ctrl-C
-stops it; kernels that were finished stay in the cache.
+Prebuilt kernels are read and compared with their checksums. This takes milliseconds, needs neither
+TileLang nor nvcc, and writes nothing. The others are compiled, several at a time, into TileLang's
+cache. That needs nvcc but no GPU: the cache folder (TILELANG_CACHE_DIR) also serves a Hopper
+machine with the same TileLang. Ctrl-C stops it; finished kernels stay in the cache.
 """
 
 import os
@@ -32,10 +31,7 @@ INTERRUPTED = 130  # the exit status that shells report after Ctrl-C
 
 
 class Model(NamedTuple):
-    """A hybrid model's layers: heads and head sizes of its gated delta nets, and what is common.
-
-    All of MODELS have the same convolutions.
-    """
+    """The layers of a hybrid model: heads and head sizes of gated delta nets, and other sizes."""
 
     key_heads: int
     value_heads: int
@@ -65,7 +61,7 @@ Job = tuple[jit.KernelModule, Any]
 def jobs(models: Iterable[Model] = (), families: Iterable[str] = ()) -> Iterator[Job]:
     """Yields (kernel module, variant) for every variant that one of the models needs.
 
-    Without models it yields every variant of every kernel, or of those that `families` launch.
+    Without models it yields every variant of all kernels, or of those that `families` launch.
     """
     wanted, named = list(models), set(families)
     named |= {"attn"} if named & {"dualkv", "sparse_ring"} else set()  # both launch some of its
@@ -80,8 +76,8 @@ def jobs(models: Iterable[Model] = (), families: Iterable[str] = ()) -> Iterator
 def _needs(model: Model, kernel: jit.Kernel, variant: Any) -> bool:
     """Returns whether a model needs the variant, in plain calls or over shared prompts.
 
-    It does if the variant's sizes, where it has any, are those that run the model's, and its dtype
-    is not another one of 16 bits: tables, gates and sums of states have dtypes of their own.
+    It does if the variant's sizes, if any, run those of the model, and its dtype is not the other
+    one of 16 bits: tables, gates and sums of states have their own dtypes.
     """
     family, fields = kernel.family, variant._asdict()
     if fields.get("dtype") in {dtype_name(x) for x in DTYPES} - {model.dtype}:
@@ -97,10 +93,7 @@ def _needs(model: Model, kernel: jit.Kernel, variant: Any) -> bool:
 
 
 def sharded(name: str, tp: int) -> Model:
-    """Returns a named model's layers on one of `tp` GPUs.
-
-    Raises ValueError if tp does not divide the key heads.
-    """
+    """Returns a model's layers on one of `tp` GPUs; ValueError if tp does not divide key heads."""
     model = MODELS[name]
     if tp < 1 or model.key_heads % tp:
         fix = f"use a divisor of {model.key_heads}"
@@ -111,15 +104,15 @@ def sharded(name: str, tp: int) -> Model:
 def main(arguments: Sequence[str]) -> int:
     parser = command_line.parser("warmup", __doc__)
     known = sorted({family for family, _ in jit.kernel_names()})
-    said = f"kernels of these alone; default: all; known: {', '.join(known)}"
-    parser.add_argument("families", nargs="*", metavar="FAMILY", help=said)
+    family_help = f"only kernels of these; default: all; known: {', '.join(known)}"
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help=family_help)
     model_help = f"may be repeated; default: every variant; known: {', '.join(MODELS)}"
     parser.add_argument(
         "--model", action="append", default=[], choices=MODELS, metavar="NAME", help=model_help
     )
     parser.add_argument("--tp", type=int, default=1, help="GPUs that share a layer's heads")
     parser.add_argument("--list", action="store_true", help="only print the variants")
-    parser.add_argument("--workers", type=int, help="compiles at a time; default: one a core")
+    parser.add_argument("--workers", type=int, help="parallel compiles; default: one per core")
     parser.add_argument(
         "--in-process", action="store_true", help="for debuggers; Ctrl-C may then be lost"
     )
@@ -147,11 +140,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run_apart(arguments: Sequence[str]) -> int:
-    """Runs the command in a process of its own session; returns its exit status.
+    """Runs the command in a process with its own session; returns its exit status.
 
     Ctrl-C and SIGTERM end that session at once, compilers included. In this process Ctrl-C would
-    often be lost: TileLang simplifies terms with Z3, which catches SIGINT. The cache is written by
-    renames, so stopping leaves no partial entry.
+    often be lost, because TileLang uses Z3, which catches SIGINT. The cache is written by renames,
+    so stopping leaves no partial entry.
     """
     command = [sys.executable, "-m", "qla_kernels", "warmup", *arguments]
     process = subprocess.Popen(command, start_new_session=True)
@@ -201,7 +194,7 @@ def prebuilt_jobs(found: list[Job]) -> list[Job]:
 
 
 def make_ready(found: list[Job], workers: int | None) -> None:
-    """Loads the prebuilt kernels among the jobs, compiles the others, and says how many of each."""
+    """Loads the prebuilt kernels among the jobs, compiles the others, and prints their numbers."""
     started = time.perf_counter()
     ready = prebuilt_jobs(found)
     for job in ready:
@@ -215,8 +208,8 @@ def make_ready(found: list[Job], workers: int | None) -> None:
         if not prebuilt.can_compile():
             jit.tilelang_for("warmup", jit.label(*others[0]))
         started = time.perf_counter()
-        said = f"compiles {len(others)} kernels, 5 to 20 s of a core each, into {jit.cache_dir()}"
-        sys.stdout.write(f"{said}\n")
+        cost = "5 to 20 s of a core each"
+        sys.stdout.write(f"compiles {len(others)} kernels, {cost}, into {jit.cache_dir()}\n")
         sys.stdout.flush()
         compile_all(others, workers)
         seconds = time.perf_counter() - started
@@ -224,9 +217,9 @@ def make_ready(found: list[Job], workers: int | None) -> None:
 
 
 def check_others(labels: list[str]) -> None:
-    """Reads the set that another driver would use, and says so, where no driver has chosen.
+    """Without a driver, also reads the set of kernels for other drivers, and reports it.
 
-    Raises Unsupported if it lacks a kernel that could not be compiled either.
+    Raises Unsupported if it lacks a kernel that cannot be compiled here.
     """
     for file in prebuilt.others():
         here = [label for label in labels if file.has(label)]

@@ -1,14 +1,14 @@
 """Compiles kernels for sm_90a, without a GPU, and compares them with their schedules.
 
-Kernels of this package go by their names, any other TileLang kernel by its file:
+Name a kernel of this package, or the file of any other TileLang kernel:
 
     python -m qla_kernels inspect gdn.l2norm
     python -m qla_kernels inspect my_kernels/gemm.py
     python -m qla_kernels inspect gdn.l2norm --schedule
 
 The file defines `VARIANTS`, instances of a NamedTuple with the values that change generated code;
-`schedule(variant)`, which returns a qla_kernels.tile.schedule.Schedule; and `build(variant)`, which
-returns the PrimFunc. `PASS_CONFIGS` is a dict of TileLang's, empty if left out.
+`schedule(variant)`, which returns a qla_kernels.tile.schedule.Schedule; `build(variant)`, which
+returns the PrimFunc; and optionally `PASS_CONFIGS`, a dict for TileLang.
 
 The exit status is 0 if every variant agrees with its schedule, 1 if one does not, 2 if a tool is
 missing, no variant matches, a kernel does not compile, or its file raises.
@@ -40,14 +40,14 @@ SHOWN = (
 
 def main(arguments: Sequence[str]) -> int:
     parser = command_line.parser("inspect", __doc__)
-    said = "family, family.kernel, or a .py file with a kernel of yours; all of ours when left out"
-    parser.add_argument("kernel", nargs="?", help=said)
+    kernel_help = "family, family.kernel, or a .py file with your own kernel; default: all of ours"
+    parser.add_argument("kernel", nargs="?", help=kernel_help)
     parser.add_argument("--variant", default="", help="only variants whose name contains this")
     parser.add_argument("--exact", default="", metavar="ID", help="only the variant of this id")
     parser.add_argument("--order", action="store_true", help="print each role's instruction order")
     parser.add_argument("--json", action="store_true", help="print facts as JSON")
-    said = "print schedules alone; needs neither TileLang nor nvcc"
-    parser.add_argument("--schedule", action="store_true", help=said)
+    schedule_help = "only print schedules; needs neither TileLang nor nvcc"
+    parser.add_argument("--schedule", action="store_true", help=schedule_help)
     parser.add_argument("--dump", type=Path, metavar="DIR", help="keep source, cubin, SASS, report")
     options = parser.parse_args(arguments)
     failed, records = 0, []
@@ -82,7 +82,7 @@ def _no_match() -> int:
 
 
 def _print_schedules(wanted: str | None, text: str, exact: str, as_json: bool) -> int:
-    """Prints each schedule once, below the variants that have it."""
+    """Prints each schedule once, below the variants that share it."""
     tables: dict[str, list[str]] = {}
     for kernel, variant in _selected(wanted, text, exact):
         plan = kernel.module.schedule(variant)
@@ -111,7 +111,7 @@ def _selected(wanted: str | None, text: str, exact: str) -> Iterator[tuple[jit.K
 
 
 def _mistakes(kernel: jit.Kernel, file: str | None, name: str) -> AbstractContextManager[None]:
-    """Reports what the code of a file raises; kernels of this package keep their tracebacks."""
+    """Reports errors of a file in one line; kernels of this package keep their tracebacks."""
     if kernel.family:
         return nullcontext()
     return mistakes("inspect", Path(file or ""), f"building {name}", RuntimeError)

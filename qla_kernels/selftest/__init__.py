@@ -1,15 +1,14 @@
 """Runs small cases of everything that can run on this machine, against the definition in fp64.
 
-    python -m qla_kernels selftest                  all, and the files of prebuilt kernels
+    python -m qla_kernels selftest                  all kernels, and the files of prebuilt ones
     python -m qla_kernels selftest gdn              the kernels of a family
-    python -m qla_kernels selftest gdn 2/6          the second of six parts of them
+    python -m qla_kernels selftest gdn 2/6          the second of six parts of a family
     python -m qla_kernels selftest gdn.fused_fwd    every variant of one kernel
     python -m qla_kernels selftest gdn.fused_fwd bf16-k128-v128    one variant
 
-The cases are small enough to run under compute-sanitizer, yet contain partial chunks, chunks of one
-token and shared key heads. On a Hopper GPU every kernel is launched; on other GPUs none is. Unless
-a kernel is named, variants of gdn for other keys than of 128 are left out where there are some of
-128, since each has to be compiled first.
+The cases are small enough for compute-sanitizer, and contain partial chunks, chunks of one token
+and shared key heads. Kernels are launched only on a Hopper GPU. Unless you name a kernel, gdn
+kernels with a variant for K = 128 run only that, because each variant must be compiled first.
 
 `CASES` is the table of all cases: the emulated tier (tests/emulated/test_cases.py) and the device
 tier (tests/device/test_cases.py) run the same ones.
@@ -95,11 +94,11 @@ CASES: tuple[Cases, ...] = (
 
 
 def cases_of(kernel: str) -> list[Cases]:
-    """Returns the cases that launch `kernel`, family.kernel; ValueError if there are none."""
-    found = [cases for cases in CASES if kernel in cases.kernels]
-    if not found:
+    """Returns the cases that launch `kernel`, a "family.kernel"; ValueError if there are none."""
+    cases_of_kernel = [cases for cases in CASES if kernel in cases.kernels]
+    if not cases_of_kernel:
         raise ValueError(f"{kernel} has no case: add one to qla_kernels/selftest/")
-    return found
+    return cases_of_kernel
 
 
 def run(name: str = "", which: str = "") -> list[Result]:
@@ -125,7 +124,7 @@ def run(name: str = "", which: str = "") -> list[Result]:
 
 
 def _chosen(name: str, which: str) -> list[tuple[Cases, Any]]:
-    """Returns cases and the variants to run them for; ValueError names what there is."""
+    """Returns pairs of cases and a variant; ValueError if there are none."""
     if "." in name:
         return [(x, v) for x in cases_of(name) for v in x.variants_of(name, which)]
     found = [x for x in CASES if not name or x.kernels[0].startswith(f"{name}.")]
@@ -139,9 +138,9 @@ def _chosen(name: str, which: str) -> list[tuple[Cases, Any]]:
 
 
 def _prebuilt() -> Result:
-    """Reads all prebuilt kernels; fails if one is damaged, or lacking and cannot be compiled.
+    """Reads all prebuilt kernels; fails if one is damaged, or missing and cannot be compiled.
 
-    An installation without any is no failure, be TileLang there or not: the note says which.
+    An installation without prebuilt kernels does not fail; the note says whether TileLang is there.
     """
     name = "prebuilt kernels"
     try:
@@ -155,7 +154,7 @@ def _prebuilt() -> Result:
 
 
 def _usual(variants: tuple[Any, ...]) -> list[Any]:
-    """Returns the variants that the self-test runs without being asked for one kernel."""
+    """Returns the variants that the self-test runs if no kernel is named."""
     return [v for v in variants if getattr(v, "K", 128) == 128] or list(variants)
 
 
@@ -173,9 +172,9 @@ def main(arguments: Sequence[str]) -> int:
     """Prints a line per variant; returns the exit status, 1 if one is wrong."""
     parser = command_line.parser("selftest", __doc__)
     parser.add_argument("name", nargs="?", default="", help="a family, or family.kernel")
-    said = "a part of a family such as 2/6, or the id of a kernel's variant"
-    parser.add_argument("which", nargs="?", default="", help=said)
-    parser.add_argument("--json", action="store_true", help="for programs")
+    which_help = "a part of a family such as 2/6, or the id of a kernel's variant"
+    parser.add_argument("which", nargs="?", default="", help=which_help)
+    parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     results = [] if options.name else [Result(*about) for about in checks.other_sets()]
     try:

@@ -5,22 +5,21 @@
 
 `--dump` is a file of torch.save: {"q": [T, H, D], "k": [T, Hk, D]} after the rotary embedding, or
 a dict from layer to such dicts. `--model` is a causal language model of transformers; it runs with
-exact attention, so that each layer's q and k are those of the model as it was trained. Printed for
-each layer, as means over heads, with the worst head in brackets:
+exact attention. Prints for each layer the means over heads, with the worst head in brackets:
 
-    density    share of the causal pairs that the mask holds
-    columns    verticals of a head
-    diagonals  slashes of a head, and the mean length of their runs
-    window     recall of the observed block: share of its attention that the lines hold
+    density    share of the causal pairs that the mask contains
+    columns    number of verticals of a head
+    diagonals  number of slashes of a head, and the mean length of their runs
+    window     recall of the block from which lines were chosen: share of its attention on the lines
     held out   recall of random rows, from which no line was chosen
 
-Held-out recall says how much attention training would lose; window recall is the target that was
-set. Layers whose mean held-out recall is below `--least` are listed as `dense_layers`, and as the
-option of examples/long_context_train.py. For a target that is not above `--least` none are listed,
-because nearly all layers would be below. `--out` writes the numbers of each head, too.
+Held-out recall shows how much attention training would lose; window recall follows the target.
+Layers whose mean held-out recall is below `--least` are listed as `dense_layers`, and as the option
+of examples/long_context_train.py; none are listed for a target that is not above `--least`, because
+nearly all layers would be below. `--out` also writes the numbers of each head.
 
-Measured is one sequence: the first `--length` tokens from `--start` on, whatever documents they are
-of. On a GPU the model runs in bf16, on a CPU in fp32.
+It measures one sequence: `--length` tokens from `--start` on, even if they are of several
+documents. On a GPU the model runs in bf16, on a CPU in fp32.
 """
 
 import argparse
