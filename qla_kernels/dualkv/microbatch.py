@@ -47,7 +47,7 @@ def plan_microbatches(
     micro-batch first, so that ranks run similar ones at the same time.
 
     Args:
-        groups: (tokens of the prompt, tokens of each response).
+        groups: pairs (tokens of the prompt, [tokens of each response]).
         max_tokens: limit of packed tokens in a micro-batch. Only larger groups are split.
         ranks: number of data-parallel ranks; each gets about the same cost.
         token_cost: cost of a token outside attention, in units of one (query, key) pair: weights of

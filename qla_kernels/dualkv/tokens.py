@@ -18,12 +18,12 @@ Tokens = Tensor | Sequence[int]
 Group = tuple[int, Sequence[int]]  # tokens of the prompt, and of each response
 
 
-def as_list(op: str, name: str, given: Iterable[Any], needs: str, fix: str) -> list[Any]:
-    """Returns the items of `given` as a list; ValueError if it cannot be iterated."""
+def as_list(op: str, name: str, values: Iterable[Any], needs: str, fix: str) -> list[Any]:
+    """Returns the items of `values` as a list; ValueError if it cannot be iterated."""
     try:
-        return list(given)
+        return list(values)
     except TypeError:
-        raise ValueError(need(op, described(name, given), needs, fix)) from None
+        raise ValueError(need(op, described(name, values), needs, fix)) from None
 
 
 def group_lengths(op: str, groups: Iterable[Group]) -> list[tuple[int, list[int]]]:

@@ -83,7 +83,8 @@ def chunk_gated_delta_rule_fwd(
         h [B, chunks, HV, K, V] in q's dtype, or None.
         final_state [N, HV, K, V], or None.
         cp_cache: an argument for chunk_gated_delta_rule_bwd; None without enable_fwd_cp_cache. With
-            True, its tensors have no rows if the forward cut no sequence or K = 256.
+            True, its tensors have no rows if no segments were saved: no sequence was cut, or
+            K = 256.
 
     Raises:
         ValueError: the arguments do not fit together.

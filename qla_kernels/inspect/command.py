@@ -60,12 +60,12 @@ def main(arguments: Sequence[str]) -> int:
             keep = options.dump / name if options.dump else None
             with _mistakes(kernel, options.kernel, name):
                 schedule = kernel.module.schedule(variant)
-                found = facts(kernel, variant, keep)
-            violations = check(found, schedule)
+                measured = facts(kernel, variant, keep)
+            violations = check(measured, schedule)
             failed += bool(violations)
-            records.append(asdict(found) | {"violations": violations})
+            records.append(asdict(measured) | {"violations": violations})
             if not options.json:
-                print("\n".join(_report(name, found, schedule, violations, options.order)))
+                print("\n".join(_report(name, measured, schedule, violations, options.order)))
     except (Unsupported, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -93,8 +93,8 @@ def _print_schedules(wanted: str | None, text: str, exact: str, as_json: bool) -
     if not tables:
         return _no_match()
     if as_json:
-        found = [{"variants": names, "table": table} for table, names in tables.items()]
-        print(json.dumps(found, indent=1))
+        records = [{"variants": names, "table": table} for table, names in tables.items()]
+        print(json.dumps(records, indent=1))
     else:
         print("\n\n".join("\n".join((*names, "", table)) for table, names in tables.items()))
     return 0
@@ -118,32 +118,34 @@ def _mistakes(kernel: jit.Kernel, file: str | None, name: str) -> AbstractContex
 
 
 def _report(
-    name: str, found: Facts, schedule: Schedule, violations: list[str], order: bool
+    name: str, measured: Facts, schedule: Schedule, violations: list[str], order: bool
 ) -> Iterator[str]:
-    yield f"{name}  ->  {found.function}"
+    yield f"{name}  ->  {measured.function}"
     yield (
-        f"  {found.threads} threads, {schedule.ctas_per_sm} CTAs per SM; {found.registers} "
-        f"registers a thread at launch; spills {found.spill_stores} + {found.spill_loads} B; "
-        f"shared memory {found.dynamic_smem} + {found.static_smem} = {found.smem} B"
+        f"  {measured.threads} threads, {schedule.ctas_per_sm} CTAs per SM; {measured.registers} "
+        f"registers a thread at launch; spills {measured.spill_stores} + {measured.spill_loads} B; "
+        f"shared memory {measured.dynamic_smem} + {measured.static_smem} = {measured.smem} B"
     )
     for role in schedule.roles:
-        its = found.roles[role.name]
-        total = f"{sum(its.instructions.values())} instructions"
-        counts = [f"{op} {its.instructions[op]}" for op in SHOWN if op in its.instructions]
+        role_facts = measured.roles[role.name]
+        total = f"{sum(role_facts.instructions.values())} instructions"
+        counts = [
+            f"{op} {role_facts.instructions[op]}" for op in SHOWN if op in role_facts.instructions
+        ]
         span = f"{schedule.start(role.name)}-{schedule.end(role.name) - 1}"
         yield (
             f"  {role.name:10} threads {span:9} registers {role.regs:3}, highest named "
-            f"R{its.top_register}: {', '.join([total, *counts])}"
+            f"R{role_facts.top_register}: {', '.join([total, *counts])}"
         )
         if order:
-            yield from (f"    {count:5} x {shown}" for shown, count in its.order)
-    for barrier, slots in found.barriers.items():
-        waiting = [name for name, its in found.roles.items() if barrier in its.waits]
+            yield from (f"    {count:5} x {shown}" for shown, count in role_facts.order)
+    for barrier, slots in measured.barriers.items():
+        waiting = [name for name, role in measured.roles.items() if barrier in role.waits]
         yield f"  barrier {barrier}: arrive count {slots}, waited on by {', '.join(waiting)}"
-    for number, named in found.named_barriers.items():
+    for number, named in measured.named_barriers.items():
         threads = " and ".join(map(str, named.counts))
         whose = " (TileLang's own)" if number.isdecimal() and int(number) < FIRST_NAMED else ""
         roles = ", ".join(named.roles)
         yield f"  named barrier {number}{whose}: for {threads} threads, used by {roles}"
-    yield from (f"  not checked: {reason}" for reason in found.unchecked)
+    yield from (f"  not checked: {reason}" for reason in measured.unchecked)
     yield from (f"  VIOLATION {violation}" for violation in violations)

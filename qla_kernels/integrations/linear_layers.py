@@ -187,7 +187,7 @@ class PackedCall:
         self.hooks = ()
 
     def ask(self) -> SharedLayout | None:
-        """Returns the layout, for a function that will follow it."""
+        """Returns the current call's layout, or None, and counts that the layer asked for it."""
         self.asked += 1
         return self.layout
 

@@ -46,10 +46,10 @@ def by_prompt(groups: Sequence[PaddedGroup], size: int) -> list[list[int]]:
 
 
 def one_label(input_ids: Tensor, attention_mask: Tensor, prompt_width: int) -> LabelledRows:
-    """Packs rows [B, W]: prompts padded on the left to prompt_width, responses on the right.
+    """Packs padded rows [B, W] so that each packed token predicts at most one target.
 
-    Rows with equal prompts share them. Like `pack_padded`, it waits for the device and raises
-    ValueError.
+    Prompts are padded on the left to prompt_width, responses on the right. Rows with equal prompts
+    share them. Like `pack_padded`, it waits for the device and raises ValueError.
     """
     groups = padded_groups(input_ids, attention_mask, prompt_width)
     rows, width = input_ids.shape

@@ -15,11 +15,11 @@ def depths(layout: SharedLayout) -> Tensor:
 
 
 def check_positions(op: str, layout: SharedLayout, position_ids: Any) -> None:
-    """Raises ValueError unless position_ids follow the layout, up to one offset per tree.
+    """Raises ValueError unless position_ids fit the layout.
 
-    Positions of a prompt may begin at any number, but each response must continue where its prompt
-    ended. Waits for the device. Checks nothing unless position_ids are one row of T numbers: layers
-    of some models get none, or several axes.
+    A prompt may begin at any position, but each response must continue where its prompt ended.
+    Waits for the device. Checks nothing unless position_ids are one row of T numbers: layers of
+    some models get none, or several axes.
     """
     if not isinstance(position_ids, Tensor) or position_ids.numel() != layout.num_tokens:
         return

@@ -127,13 +127,13 @@ def _chosen(name: str, which: str) -> list[tuple[Cases, Any]]:
     """Returns pairs of cases and a variant; ValueError if there are none."""
     if "." in name:
         return [(x, v) for x in cases_of(name) for v in x.variants_of(name, which)]
-    found = [x for x in CASES if not name or x.kernels[0].startswith(f"{name}.")]
+    matching = [x for x in CASES if not name or x.kernels[0].startswith(f"{name}.")]
     part = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", which or "1/1")
-    if not found or part is None or int(part[1]) > int(part[2]):
+    if not matching or part is None or int(part[1]) > int(part[2]):
         families = dict.fromkeys(x.kernels[0].partition(".")[0] for x in CASES)
         need = f"a family of {', '.join(families)}, perhaps with a part such as 2/6, or a kernel"
         raise ValueError(f"{' '.join((name, which)).strip()} has no cases; need {need}")
-    pairs = [(x, v) for x in found for v in _usual(x.variants())]
+    pairs = [(x, v) for x in matching for v in _usual(x.variants())]
     return pairs[int(part[1]) - 1 :: int(part[2])]
 
 

@@ -59,7 +59,7 @@ class Layout:
 
     @property
     def unit(self) -> int:
-        """The divisor of every valid T, in tokens."""
+        """Every valid T is a multiple of this number of tokens."""
         return self.world * TILE
 
     @property
@@ -217,7 +217,7 @@ class ZigZagLayout(Layout):
 
     @property
     def unit(self) -> int:
-        """The divisor of every valid T, in tokens."""
+        """Every valid T is a multiple of this number of tokens."""
         return 2 * self.world * TILE
 
     def owner(self, token: Numbers, T: int) -> Numbers:

@@ -152,8 +152,8 @@ class GdnPool:
                 share a slot, and numbers must fit in int32: a CPU, and QLA_CHECK=1, raise
                 ValueError otherwise. An unchecked GPU call leaves a shared slot undefined, and
                 `decode` and `reject` read the low word of a number.
-            has_initial_state: [N] bool, True for sequences that go on; the others begin with these
-                tokens, whatever the slot held before. None: all begin.
+            has_initial_state: [N] bool, True for sequences that continue; the others begin with
+                these tokens, whatever the slot held before. None: all begin.
         """
         options = Options(use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval)
         gate = Gate(use_gate_in_kernel, A_log, dt_bias)
@@ -186,8 +186,8 @@ class GdnPool:
     ) -> Tensor:
         """Appends T tokens, at most 8, to each of B sequences; returns their o [B, T, HV, V].
 
-        The tokens may be drafts: `reject` removes those that are not accepted. A sequence begins in
-        a slot that has held none; in all other slots it goes on. Arguments that are not listed are
+        The tokens may be drafts: `reject` removes those that are not accepted. In an unused slot a
+        sequence begins; in any other slot its sequence continues. Arguments that are not listed are
         those of `chunk_gated_delta_rule`.
 
         Args:

@@ -205,6 +205,7 @@ def prefill_refusal(
     """Returns the reason why `prefill_gated_delta_rule` cannot run a call, or None.
 
     Args:
+        pool: initial_state of the call.
         capability: answer for a GPU of this compute capability, whatever the tensors' device.
     """
     if reason := refusal(q, k, v, capability=capability, op=PREFILL_OP):
