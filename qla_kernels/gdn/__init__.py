@@ -2,19 +2,19 @@
 
 Reading order:
     api.py, low_level.py        the public functions: with autograd, and one direction at a time
-    keywords.py, validate.py    checks of keyword arguments; of tensors, and the refusals
+    keywords.py, validate.py    checks of keyword arguments; checks of tensors, and refusals
     contents.py                 checks of tensor values, which run under QLA_CHECK=1
     autograd.py, ops.py         the torch.autograd.Functions and the torch.library operators
-    cpu.py                      the operators on CPU tensors, by the reference
+    cpu.py                      the operators on CPU tensors: the reference
     launch/, kernels/           the operators on CUDA tensors: host code and device code
-    plan.py, wide_plan.py       the choice of segments, and at K = 256; pure functions of numbers
-    choices.py, cuts.py         which of them a call asks; and what they say, for users
-    heuristics.py               the choice of kernel variants, likewise
-    decode/                     the token-by-token form
+    plan.py, wide_plan.py       the choice of segments, the latter for K = 256; without a GPU
+    choices.py, cuts.py         which plan a call uses; `segments_of`, which shows it to users
+    heuristics.py               the choice of kernel variants; without a GPU
+    decode/                     decoding, token by token
     prefill/                    the chunked form on a pool of states
     anchored/                   decoding with the bits of the chunked form
-    sharded/                    sequences that are cut over ranks
-    tree/                       sequences that share their beginnings
+    sharded/                    sequences that are split over ranks
+    tree/                       sequences with shared prefixes
 """
 
 from qla_kernels.gdn.anchored.extend import Slots

@@ -72,8 +72,8 @@ def sparse_attention(
         return_index: also return the `VSIndex` of the lines.
 
     Returns:
-        o [B, T, H, D] in q's dtype; with return_lse or return_index, a tuple of o, LSE and index
-        without what was not requested.
+        o [B, T, H, D] in q's dtype. With return_lse or return_index, a tuple: o, then the LSE if
+        requested, then the index if requested.
 
     Raises:
         ValueError: arguments are malformed or do not fit together.
@@ -143,8 +143,8 @@ def sparse_ring_attention(
             layer at a time stores them. No effect with other schedules.
 
     Returns:
-        o [B, L, H, D] in q's dtype; with return_lse or return_index, a tuple of o, LSE and index
-        without what was not requested.
+        o [B, L, H, D] in q's dtype. With return_lse or return_index, a tuple: o, then the LSE if
+        requested, then the index if requested.
 
     Raises:
         ValueError: arguments do not fit together, or differ between ranks; on every rank.

@@ -42,7 +42,7 @@ class Balance:
 
     @property
     def id_step(self) -> float:
-        """Imbalance of steps: work of each step's busiest rank, summed, divided by the mean rank's."""
+        """Imbalance of steps: work of the busiest rank in each step, summed, divided by the mean."""
         return float(self.work.max(0).sum() / self.work.mean(0).sum())
 
     @property
