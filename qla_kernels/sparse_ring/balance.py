@@ -42,7 +42,7 @@ class Balance:
 
     @property
     def id_step(self) -> float:
-        """Imbalance of steps: work of the busiest rank in each step, summed, divided by the mean."""
+        """Imbalance of steps: sum of each step's largest work, divided by the sum of means."""
         return float(self.work.max(0).sum() / self.work.mean(0).sum())
 
     @property
