@@ -5,9 +5,9 @@
     integrations.fla.register()
     integrations.transformers.swap(model)
 
-Most hooks have the name of their library: use them through `integrations`, as above, because
-`from qla_kernels.integrations import transformers` would hide the library's own name. A hook is
-imported when it is first used. This module imports no other library.
+Most hooks have the name of their library. Use them through `integrations`, as above: importing them
+by name would hide the library's own name. A hook is imported when it is first used. This module
+imports no other library.
 """
 
 import importlib
