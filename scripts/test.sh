@@ -65,10 +65,19 @@ missing=$("$python" -c 'from qla_kernels import jit; jit.nvcc()' 2>&1) ||
   notes+=("NOT RUN: the static tier. ${missing##*$'\n'}")
 command -v g++ >/dev/null || notes+=("NOT RUN: the emulated tier. no g++; apt install g++")
 
+exec 3< <("$python" -m mypy 2>&1) # on one core, beside the steps before its own
+mypy=$!
+trap 'kill "$mypy" 2>/dev/null || :' EXIT
+
+checked_types() {
+  cat <&3
+  wait "$mypy"
+}
+
 step "ruff check" "$python" -m ruff check .
 step "ruff format" "$python" -m ruff format --check .
-step "mypy" "$python" -m mypy
 step "pytest" "$python" -m pytest -q -m "not hopper" -n "$workers" --dist worksteal --durations=10
 step "performance tables" "$python" -m benchmarks.show --check
+step "mypy" checked_types
 
 finish
