@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 WORLD = 4
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 LIMIT = HANG  # seconds for everything; a deadlock is a failure
-DEADLINE = 20.0  # seconds, of the groups in which somebody is missing: ranks share two cores
+DEADLINE = 10.0  # seconds, of the groups in which somebody is missing: ranks share two cores
 
 Case = Callable[[int], Iterator[tuple[str, Any]]]  # what a rank finds, with its name
 
@@ -94,6 +94,7 @@ def serve(*cases: Case, before: Callable[[], object] | None = None) -> None:
 
     from qla_kernels import gdn, sparse_ring  # noqa: F401
     from qla_kernels.cpu import reference
+    from tests import compare, gdn_calls  # noqa: F401
 
     reference()
     torch.set_num_threads(1)
