@@ -19,7 +19,9 @@ import shlex
 import subprocess
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -125,7 +127,8 @@ def lower(kernel: Kernel, variant: Any) -> Lowered:
     prim_func = trace(kernel.module, variant)
     target = Target(TARGET)
     config = normalize_pass_configs(dict(kernel.module.PASS_CONFIGS))
-    with PassContext(opt_level=3, config=config), target:
+    context = PassContext(opt_level=3, config=config)
+    with short_errors(kernel.module, variant), context, target:
         artifact = tilelang.lower(prim_func, target=target)
     functions = [function.attrs for function in artifact.device_mod.functions.values()]
     if len(functions) != 1:
@@ -305,11 +308,43 @@ def trace(module: KernelModule, variant: Any) -> Any:
 
     Runs one build at a time: TileLang does not promise that its builder is thread-safe.
     """
-    with _tracing:
+    with _tracing, short_errors(module, variant):
         prim_func = module.build(variant)
     prim_func = prim_func.with_attr("global_symbol", function_name(module, variant))
     name_apart(prim_func)
     return prim_func
+
+
+class KernelError(RuntimeError):
+    """A kernel's file has a mistake: where, and TileLang's message."""
+
+
+@contextmanager
+def short_errors(module: Any, variant: Any, *passing: type[Exception]) -> Iterator[None]:
+    """Turns what TileLang raises and logs about a kernel into a KernelError of few lines.
+
+    TileLang logs the whole kernel, and its tracebacks are of its own code. The lines that are named
+    are those of kernels' files, the innermost last. Unsupported and `passing` stay as they are.
+    """
+    log = logging.getLogger("tilelang.language.eager.builder")
+    before = log.level
+    log.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    except (Unsupported, KernelError, *passing):
+        raise
+    except Exception as error:
+        tilelang = importlib.util.find_spec("tilelang")
+        theirs = str(Path(tilelang.origin).parent) if tilelang and tilelang.origin else "tilelang"
+        frames = [x for x in traceback.extract_tb(error.__traceback__) if Path(x.filename).exists()]
+        ours = [x for x in frames if theirs not in x.filename and x.filename != __file__]
+        places = [f"  {x.filename}, line {x.lineno}: {x.line}" for x in ours[-3:]]
+        message = [line for line in str(error).splitlines() if line.strip()]
+        said = "\n  ".join(line[:200] for line in message[:3] + message[3:][-1:])
+        text = f"{label(module, variant)}: {type(error).__name__}: {said}"
+        raise KernelError("\n".join([text, *places])) from None
+    finally:
+        log.setLevel(before)
 
 
 def tilelang_for(tool: str, wanted: str = "") -> Any:

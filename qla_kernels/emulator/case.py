@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qla_kernels import jit
 from qla_kernels.emulator import lowering
+from qla_kernels.emulator.errors import EmulationError
 from qla_kernels.emulator.kernel import EmulatedKernel
 from qla_kernels.emulator.process import Argument
 from qla_kernels.errors import Unsupported, need
@@ -46,7 +47,9 @@ def load(file: str | Path, variant: str = "") -> EmulatedKernel:
 def emulated(module: jit.KernelModule, variant: object) -> EmulatedKernel:
     """Returns a variant of a kernel file that was imported already."""
     lowering.imported()  # before the file's own code needs it
-    return EmulatedKernel(jit.trace(module, variant), module.PASS_CONFIGS)
+    traced = jit.trace(module, variant)
+    with jit.short_errors(module, variant, EmulationError):
+        return EmulatedKernel(traced, module.PASS_CONFIGS)
 
 
 def check(kernel: EmulatedKernel, case: Case, seed: int) -> float:
