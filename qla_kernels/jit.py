@@ -331,9 +331,9 @@ def short_errors(module: Any, variant: Any, *passing: type[Exception]) -> Iterat
     log.setLevel(logging.CRITICAL + 1)
     try:
         yield
-    except (Unsupported, KernelError, *passing):
-        raise
     except Exception as error:
+        if isinstance(error, (Unsupported, KernelError, *passing)):
+            raise
         tilelang = importlib.util.find_spec("tilelang")
         theirs = str(Path(tilelang.origin).parent) if tilelang and tilelang.origin else "tilelang"
         frames = [x for x in traceback.extract_tb(error.__traceback__) if Path(x.filename).exists()]
