@@ -23,7 +23,14 @@ HERE = Path(__file__).parent
 FLAGS = ["-std=c++20", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE"]
 # Uninitialised registers hold a pattern (-1.7e38 as float), so that using one shows.
 # -O2 compiled twice as long and launched no faster: products and copies are the runtime's.
-DEVICE_FLAGS = ["-Og", "-ftrivial-auto-var-init=pattern"]
+# Each store calls a function of the runtime, which notes who wrote to shared memory.
+STORES = "stack=0", "globals=0", "instrument-reads=0", "instrumentation-with-call-threshold=0"
+DEVICE_FLAGS = [
+    "-Og",
+    "-ftrivial-auto-var-init=pattern",
+    "-fsanitize=kernel-address",
+    *(f"--param=asan-{choice}" for choice in STORES),
+]
 # Without C++'s own <math.h>, which took longer to read than the wrapper to compile.
 HOST_FLAGS = ["-O0", "-D_GLIBCXX_INCLUDE_NEXT_C_HEADERS"]
 RUNTIME_FLAGS = ["-O3"]

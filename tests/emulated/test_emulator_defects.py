@@ -51,6 +51,56 @@ def test_mistakes_with_a_ring_are_noticed_by_every_seed(defect: str) -> None:
         assert re.search(RING_REPORTS[defect], outcome(kernel, case, seed)), f"seed {seed}"
 
 
+def test_a_slot_that_is_released_too_early_is_named(capsys) -> None:
+    kernel = EmulatedKernel(samples.ring_gemm("early release"), samples.FAST)
+    for seed in SEEDS:
+        assert outcome(kernel, cases.ring_gemm(), seed) == "wrong numbers"
+        said = r"wgmma \(kernel.cpp:\d+\) still reads byte \d+ of .*, and a copy has overwritten it"
+        assert re.search(said, capsys.readouterr().out)
+
+
+STORE = """__device__ void f(float* x) {
+  __shared__ __align__(16) float s[4];
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < 4; ++i) s[i] = i;
+    %s
+    tl::tma_store(x, s, 16);
+    %s
+    tl::tma_store_arrive();
+    tl::tma_store_wait<0>();
+  }
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "behind", "report"),
+    [
+        (
+            "",
+            "",
+            r"a TMA store reads a static .*, which thread 0 wrote without T.fence_proxy_async",
+        ),
+        (
+            "tl::fence_proxy_async();",
+            "s[1] = 5;",
+            r"a TMA store still reads a static .*, and thread",
+        ),
+        ("tl::fence_proxy_async();", "", ""),
+    ],
+)
+def test_what_a_store_reads_is_fenced_and_stays(before: str, behind: str, report: str) -> None:
+    """TileLang puts fences behind stores that it knows; not into or behind inline CUDA."""
+    kernel = EmulatedKernel(inline_samples.calling(STORE % (before, behind), "f"))
+    x = torch.zeros(128)
+    if report:
+        with pytest.raises(EmulationError, match=report):
+            kernel(x)
+    else:
+        kernel(x)
+        assert torch.equal(x[:4], torch.arange(4.0))
+
+
 def test_a_seed_reproduces_its_interleaving() -> None:
     kernel = EmulatedKernel(samples.ring_gemm("early release"), samples.FAST)
     case = cases.ring_gemm()

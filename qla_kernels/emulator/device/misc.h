@@ -5,12 +5,12 @@
 
 namespace tl {
 
-// ---- no effect on one block's values ----
+// ---- no effect on one block's values; a missing proxy fence is reported ----
 template <int registers>
 void warpgroup_reg_alloc() {}
 template <int registers>
 void warpgroup_reg_dealloc() {}
-inline void fence_proxy_async() {}    // both proxies see memory alike here
+inline void fence_proxy_async() { emu::current->fenced = ++emu::block->clock; }
 inline void fence_barrier_init() {}
 
 // ---- T.use_swizzle: panels of `width` rows or columns, every other one walked backwards ----

@@ -68,6 +68,7 @@ struct Thread {
   jmp_buf registers;
   ucontext_t entry;
 
+  uint32_t fenced = 0;  // time of the last proxy fence
   Groups stores, cp_asyncs, wgmmas;
   std::vector<long> wgmmas_committed;  // wgmma instructions issued up to the end of each open group
   long wgmmas_issued = 0;
@@ -89,6 +90,7 @@ struct Block {
   dim3 index, grid, shape;
   Schedule schedule;
   uint64_t random;
+  uint32_t clock = 1;  // counts proxy fences, and issues of what reads shared memory later
   std::deque<Thread> threads;
   std::deque<Pending> pending;
   const Pending* landing = nullptr;  // the copy being carried out, when no thread runs

@@ -1,19 +1,60 @@
 // Shared memory of the running block: static arrays, then the dynamic buffer, then a page that
 // faults. It starts out as bytes 0xff, which is NaN in every format.
+//
+// Every 16 bytes have a note of the last write: build.py has g++ call __asan_store* before each
+// store of a kernel. The time is that of Block::clock, which fences and issues move on.
 #pragma once
 
 #include "scheduler.h"
 
 namespace emu {
 
+struct Write {
+  static constexpr int kBytes = 16;  // no operand of wgmma, and no box, has a part of them
+  static constexpr int kCopy = -1;   // by the async proxy: a load of TMA
+  uint32_t time = 0;
+  int thread = kCopy;
+};
+
 struct SharedMemory {
   static constexpr uint32_t kStaticCapacity = 16384;  // descriptors reach 256 KB, dynamic has 227
   uint8_t* begin;  // address 0 of the shared window
   uint32_t dynamic_bytes;
   uint32_t static_bytes = 0;  // in use by the running block
+  std::vector<Write> writes = {};  // of each 16 bytes, the last
   uint8_t* dynamic() const { return begin + kStaticCapacity; }
   uint8_t* end() const { return dynamic() + dynamic_bytes; }
 };
+
+// Of the running block.
+struct SharedWindow {
+  uint8_t* begin = nullptr;
+  size_t bytes = 0;
+};
+extern thread_local SharedWindow shared_window;
+
+inline void note_write(const void* shared, size_t bytes, int thread) {
+  auto first = size_t(static_cast<const uint8_t*>(shared) - block->shared->begin);
+  size_t last = (first + bytes - 1) / Write::kBytes;
+  for (size_t i = first / Write::kBytes; i <= last; ++i)
+    block->shared->writes[i] = {block->clock, thread};
+}
+
+// Whether a thread wrote the 16 bytes that the async proxy is about to read, and no fence of it, or
+// of the running thread, came behind.
+inline bool unfenced(uint32_t shared) {
+  const Write& write = block->shared->writes[shared / Write::kBytes];
+  return write.thread != Write::kCopy && current->fenced <= write.time &&
+         block->threads[write.thread].fenced <= write.time;
+}
+
+// Whether anyone wrote them since an operation was issued that reads them now.
+inline bool overwritten(uint32_t shared, uint32_t issued) {
+  return block->shared->writes[shared / Write::kBytes].time >= issued;
+}
+
+std::string about_unfenced(const char* reader, const Where& where, uint32_t shared);
+std::string about_overwritten(const char* reader, const Where& where, uint32_t shared);
 
 void* allocate_static_shared(size_t bytes, size_t alignment);
 

@@ -49,6 +49,9 @@ struct Wgmma {
   uint64_t a = 0, b = 0;  // descriptors
   int issued = 0;         // threads that have issued it
   bool done = false;
+  bool unfenced = false;  // then its numbers are NaN
+  uint32_t time = 0;      // at which the last of them did
+  Where where;
   const uint32_t* a_registers[kWarpgroup];
   float* accumulators[kWarpgroup];
   bool accumulate[kWarpgroup];
@@ -58,11 +61,12 @@ struct WgmmaQueue {
   std::deque<Wgmma> instructions;
   long first = 0;      // position of instructions.front() among all that were issued
   long requested = 0;  // instructions that some wait has asked for
+  static constexpr int kLatest = -1;  // until nothing else can move
   int busy = 0;        // scheduler rounds until the requested ones are done
 };
 
 void issue_wgmma(const WgmmaShape& shape, uint64_t a, const uint32_t* a_registers, uint64_t b,
-                 float* accumulators, bool accumulate);
+                 float* accumulators, bool accumulate, Where where);
 void commit_wgmmas();
 void wait_for_wgmmas(int in_flight, Where where);
 
@@ -104,15 +108,17 @@ constexpr emu::WgmmaShape wgmma_shape() {
 }
 template <DataType A, DataType B, DataType C, int M, int N, int K, bool a_mn, bool b_mn, int sa = 1,
           int sb = 1>
-void wgmma_ss(uint64_t a, uint64_t b, uint32_t* c, bool accumulate) {
+void wgmma_ss(uint64_t a, uint64_t b, uint32_t* c, bool accumulate,
+              emu::Where where = emu::Where::current()) {
   emu::issue_wgmma(wgmma_shape<A, B, C, M, N, K, a_mn, b_mn, sa, sb, false>(), a, nullptr, b,
-                   reinterpret_cast<float*>(c), accumulate);
+                   reinterpret_cast<float*>(c), accumulate, where);
 }
 template <DataType A, DataType B, DataType C, int M, int N, int K, bool a_mn, bool b_mn, int sa = 1,
           int sb = 1>
-void wgmma_rs(const uint32_t* a, uint64_t b, uint32_t* c, bool accumulate) {
+void wgmma_rs(const uint32_t* a, uint64_t b, uint32_t* c, bool accumulate,
+              emu::Where where = emu::Where::current()) {
   emu::issue_wgmma(wgmma_shape<A, B, C, M, N, K, a_mn, b_mn, sa, sb, true>(), 0, a, b,
-                   reinterpret_cast<float*>(c), accumulate);
+                   reinterpret_cast<float*>(c), accumulate, where);
 }
 
 inline void warpgroup_arrive() {}

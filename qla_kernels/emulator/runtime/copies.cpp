@@ -13,10 +13,18 @@ void note_load(Barrier& barrier) {
   state.loaded = std::max(state.loaded, state.phase);
 }
 
-void start_store(std::function<void()> land) {
+template <class Land>
+void start_store(uint32_t shared, uint32_t bytes, Land land) {
+  constexpr const char* reader = "a TMA store";
+  for (uint32_t i = shared; i < shared + bytes; i += Write::kBytes)
+    if (unfenced(i)) fail("%s", about_unfenced(reader, Where(), i).c_str());
   Groups& groups = current->stores;
   groups.last_used = groups.open;
-  start(Copy::TmaStore, groups.open, std::move(land));
+  start(Copy::TmaStore, groups.open, [=, issued = ++block->clock] {
+    for (uint32_t i = shared; i < shared + bytes; i += Write::kBytes)
+      if (overwritten(i, issued)) fail("%s", about_overwritten(reader, Where(), i).c_str());
+    land();
+  });
 }
 
 // Visits a box in pieces of up to 16 bytes, which the swizzle keeps together:
@@ -94,12 +102,13 @@ void tma_load(const Box& box, Barrier& barrier) {
       if (global) std::memcpy(shared_pointer(shared), global, bytes);
       else std::memset(shared_pointer(shared), fill, bytes);
     });
+    note_write(shared_pointer(box.shared), box_bytes(*box.map), Write::kCopy);
     barrier.state("load").complete(box_bytes(*box.map));
   });
 }
 
 void tma_store(const Box& box) {
-  start_store([box] {
+  start_store(box.shared, box_bytes(*box.map), [box] {
     visit_box(box, [](uint8_t* global, uint32_t shared, int bytes) {
       if (global) std::memcpy(global, shared_pointer(shared), bytes);
     });
@@ -110,7 +119,7 @@ void tma_store_add(const Box& box) {
   if (box.map->type != MapType::F32 && box.map->type != MapType::BF16)
     fail("tma_store_add: the emulator adds float32 and bfloat16, not type %d",
          int(box.map->type));
-  start_store([box] {
+  start_store(box.shared, box_bytes(*box.map), [box] {
     visit_box(box, [&](uint8_t* global, uint32_t shared, int bytes) {
       if (!global) return;
       const uint8_t* source = shared_pointer(shared);
@@ -131,18 +140,19 @@ void bulk_load(void* shared, const void* global, Barrier& barrier, uint32_t byte
   note_load(barrier);
   start(Copy::TmaLoad, 0, [=, &barrier] {
     std::memcpy(shared, global, bytes);
+    note_write(shared, bytes, Write::kCopy);
     barrier.state("load").complete(bytes);
   });
 }
 
 void bulk_store(void* global, const void* shared, uint32_t bytes) {
   check_bulk("bulk store", global, shared, bytes);
-  start_store([=] { std::memcpy(global, shared, bytes); });
+  start_store(shared_address(shared), bytes, [=] { std::memcpy(global, shared, bytes); });
 }
 
 void bulk_store_add(float* global, const float* shared, uint32_t bytes) {
   check_bulk("bulk store-add", global, shared, bytes);
-  start_store([=] {
+  start_store(shared_address(shared), bytes, [=] {
     for (uint32_t i = 0; i < bytes / 4; ++i) atomic_add(global + i, shared[i]);
   });
 }
@@ -158,7 +168,8 @@ void cp_async(void* shared, const void* global, int bytes, bool copy) {
     fail("cp.async: addresses must be multiples of its %d bytes", bytes);
   Groups& groups = current->cp_asyncs;
   groups.last_used = groups.open;
-  start(Copy::CpAsync, groups.open, [=] {
+  start(Copy::CpAsync, groups.open, [=, thread = current->index] {
+    note_write(shared, bytes, thread);
     if (copy) std::memcpy(shared, global, bytes);
     else std::memset(shared, 0, bytes);
   });

@@ -130,6 +130,8 @@ void run_blocks(const Kernel& kernel, dim3 grid, dim3 shape, uint32_t shared_byt
     // NaN, or zeros that look like an index: both find who reads what no thread of the block wrote
     std::memset(shared.begin, options.seed % 2 ? 0 : 0xff, size);
     shared.static_bytes = 0;
+    shared.writes.assign(size / Write::kBytes + 1, {});
+    shared_window = {shared.begin, size};
     Block block(index, grid, shape, schedule_of(options.seed + i), options.seed + i);
     block.shared = &shared;
     self.block = &block;
@@ -196,6 +198,13 @@ void print(const char* message, const std::string& what) {
   std::lock_guard lock(printing);
   printf("block (%u, %u, %u), thread %d: %s %s\n", block->index.x, block->index.y, block->index.z,
          current->index, message, what.c_str());
+}
+
+void note(const std::string& text) {
+  static std::atomic<bool> noted;
+  if (noted.exchange(true)) return;
+  std::lock_guard lock(printing);
+  printf("%s: %s\n", block_name(*block).c_str(), text.c_str());
 }
 
 // Memory that ends (as far as alignment allows) at a page that faults, and follows one.

@@ -18,6 +18,7 @@ namespace emu {
 
 thread_local Block* block = nullptr;
 thread_local Thread* current = nullptr;
+thread_local SharedWindow shared_window;
 
 namespace {
 
@@ -101,6 +102,16 @@ bool run_tensor_cores() {
   return busy;
 }
 
+// Of the products that take as long as they may, finishes those of one warpgroup.
+bool finish_latest() {
+  std::vector<WgmmaQueue*> late;
+  for (WgmmaQueue& queue : block->warpgroups)
+    if (queue.busy == WgmmaQueue::kLatest) late.push_back(&queue);
+  if (late.empty()) return false;
+  late[random_bits() % late.size()]->busy = 0;
+  return true;
+}
+
 // Mistakes that this run survived, but that no run is promised to.
 void check_finished(const Block& block) {
   for (const Thread& thread : block.threads) {
@@ -117,6 +128,12 @@ void check_finished(const Block& block) {
     if (barrier.loaded >= barrier.seen)
       fail("%s: data was loaded in phase %ld, but no thread waited for it: the trip counts of the "
            "two sides differ, or a wait is missing", barrier.name.c_str(), barrier.loaded);
+}
+
+std::string place(uint32_t shared) {
+  int64_t byte = int64_t(shared) - SharedMemory::kStaticCapacity;
+  return byte < 0 ? "a static shared array"
+                  : format("byte %ld of dynamic shared memory", long(byte));
 }
 
 std::string ranges(const std::vector<int>& numbers) {
@@ -168,7 +185,7 @@ void run_block(Block& running, const std::function<void()>& body) {
     bool land_now = !moved || (running.schedule != Schedule::Late && one_in(3));
     if (size_t count = running.pending.size(); count && land_now)
       land(one_in(2) ? 0 : random_bits() % count);
-    else if (!moved && !busy)
+    else if (!moved && !busy && !finish_latest())
       break;
     if (past_time_limit())
       stop(format("time limit of %g s, threads still move\n", options.time_limit) +
@@ -224,6 +241,20 @@ std::string at(const Where& where) {
   return format(" (%s:%u)", file.substr(file.rfind('/') + 1).c_str(), unsigned(where.line()));
 }
 
+std::string about_unfenced(const char* reader, const Where& where, uint32_t shared) {
+  return format("%s%s reads %s, which thread %d wrote without T.fence_proxy_async behind it: the "
+                "async proxy may read what was there before", reader, at(where).c_str(),
+                place(shared).c_str(), block->shared->writes[shared / Write::kBytes].thread);
+}
+
+std::string about_overwritten(const char* reader, const Where& where, uint32_t shared) {
+  int thread = block->shared->writes[shared / Write::kBytes].thread;
+  std::string writer = thread == Write::kCopy ? "a copy" : format("thread %d", thread);
+  return format("%s%s still reads %s, and %s has overwritten it: a slot was released before the "
+                "wait, or read before it was full", reader, at(where).c_str(),
+                place(shared).c_str(), writer.c_str());
+}
+
 void* allocate_static_shared(size_t bytes, size_t alignment) {
   SharedMemory& shared = *block->shared;
   size_t begin = (shared.static_bytes + alignment - 1) / alignment * alignment;
@@ -235,3 +266,23 @@ void* allocate_static_shared(size_t bytes, size_t alignment) {
 }
 
 }  // namespace emu
+
+// What g++ calls before a store. Stores to other memory than shared are none of our business.
+#define EMU_STORE(N)                                                          \
+  extern "C" void __asan_store##N##_noabort(const uint8_t* to) {          \
+    if (size_t(to - emu::shared_window.begin) < emu::shared_window.bytes)     \
+      emu::note_write(to, N, emu::current->index);                            \
+  }
+EMU_STORE(1)
+EMU_STORE(2)
+EMU_STORE(4)
+EMU_STORE(8)
+EMU_STORE(16)
+#undef EMU_STORE
+extern "C" void __asan_storeN_noabort(const uint8_t* to, size_t bytes) {
+  if (bytes && size_t(to - emu::shared_window.begin) < emu::shared_window.bytes)
+    emu::note_write(to, bytes, emu::current->index);
+}
+extern "C" void __asan_handle_no_return() {}
+extern "C" void __asan_before_dynamic_init(const char*) {}
+extern "C" void __asan_after_dynamic_init() {}

@@ -1,6 +1,10 @@
 // The tensor cores: instructions queue per warpgroup and run when a wait asks for them.
 #include "../device/wgmma.h"
 
+#include <cmath>
+
+#include "launch.h"
+
 namespace emu {
 
 namespace {
@@ -26,9 +30,36 @@ uint32_t element_address(uint64_t descriptor, bool mn_major, int bytes, int mn, 
   return layout ? swizzled(address, span) : address;
 }
 
-float shared_element(tl::DataType type, uint64_t descriptor, bool mn_major, int mn, int k) {
-  uint32_t address = element_address(descriptor, mn_major, bytes_of(type), mn, k);
-  return matrix_element(type, shared_pointer(address));
+// Visits a shared operand in pieces of 16 bytes: visit(address, mn, k) of the first element. The
+// others of a piece are the next along k, or along mn if that is the operand's major dimension.
+template <class Visit>
+void visit_operand(uint64_t descriptor, bool mn_major, int bytes, int rows, int depth, Visit visit) {
+  int per = 16 / bytes, along_mn = mn_major ? per : 1, along_k = mn_major ? 1 : per;
+  for (int mn = 0; mn < rows; mn += along_mn)
+    for (int k = 0; k < depth; k += along_k)
+      visit(element_address(descriptor, mn_major, bytes, mn, k), mn, k);
+}
+
+template <class Visit>
+void visit_operands(const Wgmma& w, Visit visit) {
+  const WgmmaShape& shape = w.shape;
+  auto pieces = [&](uint32_t address, int, int) { visit(address); };
+  if (!shape.a_in_registers)
+    visit_operand(w.a, shape.a_mn_major, bytes_of(shape.a), kRows, shape.k, pieces);
+  visit_operand(w.b, shape.b_mn_major, bytes_of(shape.b), shape.n, shape.k, pieces);
+}
+
+// put(mn, k, value) of every element of a shared operand.
+template <class Put>
+void read_operand(tl::DataType type, uint64_t descriptor, bool mn_major, int rows, int depth,
+                  Put put) {
+  int bytes = bytes_of(type);
+  visit_operand(descriptor, mn_major, bytes, rows, depth, [&](uint32_t address, int mn, int k) {
+    for (int i = 0; i < 16 / bytes; ++i) {
+      float value = matrix_element(type, shared_pointer(address + i * bytes));
+      mn_major ? put(mn + i, k, value) : put(mn, k + i, value);
+    }
+  });
 }
 
 // Thread t of the warpgroup holds rows 16 (t / 32) + t % 32 / 4 and 8 below.
@@ -47,14 +78,18 @@ void execute(const Wgmma& w) {
   static thread_local float a[kRows][kMaxDepth], b[kMaxDepth][kMaxColumns];
   static thread_local float d[kRows][kMaxColumns];
   const WgmmaShape& shape = w.shape;
-  for (int k = 0; k < shape.k; ++k) {
+  visit_operands(w, [&](uint32_t address) {
+    if (overwritten(address, w.time)) note(about_overwritten("wgmma", w.where, address));
+  });
+  if (shape.a_in_registers) {
     for (int m = 0; m < kRows; ++m)
-      a[m][k] = shape.a_sign * (shape.a_in_registers
-                                    ? register_element(w, m, k)
-                                    : shared_element(shape.a, w.a, shape.a_mn_major, m, k));
-    for (int n = 0; n < shape.n; ++n)
-      b[k][n] = shape.b_sign * shared_element(shape.b, w.b, shape.b_mn_major, n, k);
+      for (int k = 0; k < shape.k; ++k) a[m][k] = shape.a_sign * register_element(w, m, k);
+  } else {
+    read_operand(shape.a, w.a, shape.a_mn_major, kRows, shape.k,
+                 [&](int m, int k, float value) { a[m][k] = shape.a_sign * value; });
   }
+  read_operand(shape.b, w.b, shape.b_mn_major, shape.n, shape.k,
+               [&](int n, int k, float value) { b[k][n] = shape.b_sign * value; });
   for (int m = 0; m < kRows; ++m) {
     std::fill(d[m], d[m] + shape.n, 0.0f);
     for (int k = 0; k < shape.k; ++k)
@@ -64,7 +99,7 @@ void execute(const Wgmma& w) {
     for (int i = 0; i < shape.n / 2; ++i) {  // registers of a thread: 2 columns, 2 rows, next 8
       float sum = d[row_of(t, i / 2 % 2)][i / 4 * 8 + t % 4 * 2 + i % 2];
       float& c = w.accumulators[t][i];
-      c = w.accumulate[t] ? c + sum : sum;
+      c = w.unfenced ? NAN : w.accumulate[t] ? c + sum : sum;
     }
 }
 
@@ -81,7 +116,7 @@ void drop_finished(WgmmaQueue& queue) {
 }  // namespace
 
 void issue_wgmma(const WgmmaShape& shape, uint64_t a, const uint32_t* a_registers, uint64_t b,
-                 float* accumulators, bool accumulate) {
+                 float* accumulators, bool accumulate, Where where) {
   if (block->size() % kWarpgroup) fail("wgmma in a block of %d threads", block->size());
   WgmmaQueue& queue = my_queue();
   size_t position = size_t(current->wgmmas_issued++ - queue.first);
@@ -96,7 +131,15 @@ void issue_wgmma(const WgmmaShape& shape, uint64_t a, const uint32_t* a_register
   w.a_registers[t] = a_registers;
   w.accumulators[t] = accumulators;
   w.accumulate[t] = accumulate;
-  ++w.issued;
+  if (++w.issued == kWarpgroup) {
+    w.time = ++block->clock;
+    w.where = where;
+    visit_operands(w, [&](uint32_t address) {
+      if (!unfenced(address)) return;
+      note(about_unfenced("wgmma", where, address));
+      w.unfenced = true;
+    });
+  }
   current->wgmmas.last_used = current->wgmmas.open;
 }
 
@@ -124,7 +167,7 @@ void wait_for_wgmmas(int in_flight, Where where) {
   if (queue.requested < needed) {
     queue.requested = needed;
     bool at_once = block->schedule == Schedule::Eager || one_in(2);
-    queue.busy = at_once ? 0 : int(random_bits() % 32);
+    queue.busy = at_once ? 0 : one_in(2) ? WgmmaQueue::kLatest : int(random_bits() % 32);
   }
   wait_until([&] { return queue.busy == 0; }, [&] { return "waiting for wgmma" + at(where); });
   for (long i = queue.first; i < needed; ++i) {
