@@ -4,12 +4,14 @@
     python -m qla_kernels check gdn.fused_fwd --variant bf16-k128-v64      another one
     python -m qla_kernels check gdn.fused_fwd --all                        every variant
 
-Inspection and emulation run at the same time and need no GPU. The cases are in
-qla_kernels/selftest; the emulated tests are in the repository, not in the wheel. The exit status is
-1 if a check failed.
+Inspection and emulation run at the same time and need no GPU. Of the emulated tests that launch the
+kernel, those of fewest seconds run first, until one fails or the budget is spent; tests that are
+left out are named. The cases are in qla_kernels/selftest; the emulated tests are in the repository
+and not in the wheel. The exit status is 1 if something that ran failed.
 """
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -24,6 +26,8 @@ from qla_kernels.errors import Unsupported, need
 ROOT = Path(__file__).resolve().parents[1]
 EMULATED = ROOT / "tests" / "emulated"
 NO_TESTS = 5  # pytest's exit status when nothing was selected
+BUDGET = 100  # seconds of emulated tests
+LAUNCH = "30"  # CPU seconds that an emulated launch may take: an endless loop is a mistake to show
 
 
 class Outcome(NamedTuple):
@@ -37,12 +41,13 @@ class Outcome(NamedTuple):
         return f"{result:8}{self.what}, {self.seconds:.0f} s"
 
 
-def check(kernel: str, variant: str) -> list[Outcome]:
-    """Runs inspection, emulated tests and self-test in parallel; returns their outcomes.
+def check(kernel: str, variant: str, budget: float = BUDGET) -> list[Outcome]:
+    """Runs inspection, emulated tests and self-test at the same time; returns their outcomes.
 
-    `variant` is an id, or "" for all variants.
+    `variant` is an id, or "" for all variants; `budget` is the seconds of emulated tests.
     """
-    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(EMULATED)]
+    options = ["-qx", "--tb=short", "-rfE", "-p", "no:cacheprovider", f"--budget={budget:g}"]
+    pytest = [sys.executable, "-m", "pytest", *options, str(EMULATED)]
     wanted = [f"--kernel={kernel}", *([f"--variant={variant}"] if variant else [])]
     inspect = [sys.executable, "-m", "qla_kernels", "inspect", kernel, "--exact", variant]
     selftest = [sys.executable, "-m", "qla_kernels", "selftest", kernel, variant]
@@ -59,6 +64,8 @@ def _emulated(what: str, command: list[str]) -> Outcome:
     if not EMULATED.exists():
         return Outcome(what, None, 0, f"no {EMULATED}: clone the repository to run them")
     outcome = _ran(what, command)
+    if left := re.findall(r"^LEFT OUT (.*)$", outcome.said, re.MULTILINE):
+        outcome = outcome._replace(what=f"{what}, {len(left)} tests left out")
     if outcome.status == NO_TESTS:
         return outcome._replace(status=None, said="no emulated test has this variant; try --all")
     return outcome
@@ -75,7 +82,7 @@ def _ran(what: str, command: list[str]) -> Outcome:
     done = subprocess.run(
         command,
         cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env={"EMU_TIMEOUT": LAUNCH} | os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -101,13 +108,15 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("kernel", help="family.kernel")
     parser.add_argument("--variant", default="", metavar="ID", help="default: the first one")
     parser.add_argument("--all", action="store_true", help="every variant")
+    said = f"of emulated tests; left out: {BUDGET}"
+    parser.add_argument("--budget", type=float, default=BUDGET, metavar="SECONDS", help=said)
     options = parser.parse_args(arguments)
     try:
         variant = chosen(options.kernel, options.variant, options.all)
     except (Unsupported, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    outcomes = check(options.kernel, variant)
+    outcomes = check(options.kernel, variant, options.budget)
     sys.stdout.writelines(f"--- {outcome.what}\n{outcome.said}\n" for outcome in outcomes)
     sys.stdout.writelines(f"{outcome}\n" for outcome in outcomes)
     return 1 if any(outcome.status for outcome in outcomes) else 0

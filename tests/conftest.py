@@ -2,14 +2,18 @@
 
 import gc
 import random
+import time
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from qla_kernels import programs
+from tests import launched
 
 HOPPER = (9, 0)
+STARTED = time.monotonic()
+left_out: list[str] = []  # tests past the budget
 SEED = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
 
 
@@ -19,6 +23,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--kernel", metavar="NAME", help="tests that are marked as this kernel's")
     parser.addoption("--variant", metavar="ID", help="its cases of one variant (test_cases.py)")
+    parser.addoption(
+        "--budget", type=float, metavar="SECONDS", help="the cheapest first; those past it: skipped"
+    )
+    parser.addoption("--record", action="store_true", help="write tests/emulated/launched.json")
 
 
 def pytest_configure() -> None:
@@ -37,6 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for item in items
             if any(kernel in mark.args for mark in item.iter_markers("kernels"))
         ]
+        items.sort(key=seconds_of)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     hopper = any(torch.cuda.get_device_capability(i) == HOPPER for i in range(gpus))
     for item in items:
@@ -44,6 +53,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs an SM90 GPU"))
         if "multi_gpu" in item.keywords and gpus < 2:
             item.add_marker(pytest.mark.skip(reason=f"needs several GPUs, found {gpus}"))
+
+
+def seconds_of(item: pytest.Item) -> float:
+    """Returns the CPU seconds on record of an emulated test; 1 if it is not on record."""
+    found = launched.on_record().get(item.nodeid.removeprefix("tests/emulated/"))
+    return found.seconds if found else 1.0
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leaves out what would end past the budget."""
+    budget = item.config.getoption("--budget")
+    if budget is not None and time.monotonic() - STARTED + seconds_of(item) > budget:
+        left_out.append(item.nodeid)
+        pytest.skip(f"left out: past the {budget:g} s of --budget")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for name in left_out:
+        terminalreporter.write_line(f"LEFT OUT {name}")
 
 
 def pytest_collection_finish() -> None:

@@ -11,6 +11,7 @@ from qla_kernels import device, jit
 from qla_kernels.conv import launch as launch_conv
 from qla_kernels.conv import update as conv_update
 from qla_kernels.emulator import EmulatedKernel, case
+from qla_kernels.errors import need
 from qla_kernels.gdn.decode import api as decode
 from qla_kernels.gdn.decode import launch as launch_decode
 from qla_kernels.gdn.decode import packed, verify
@@ -19,9 +20,11 @@ from qla_kernels.gdn.prefill import launch as launch_prefill
 from qla_kernels.hybrid import step
 from qla_kernels.sparse_ring import launch as launch_sparse_ring
 from qla_kernels.sparse_ring import shard
-from tests import lowered
+from tests import launched, lowered
 
 KERNELS: dict[str, str] = {}  # of each emulated function: the name of its kernel
+run: set[str] = set()  # kernels that the running test has launched
+new: dict[str, launched.Launched] = {}  # tests to put on record
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -31,21 +34,50 @@ def _compiler() -> None:
     lowered.unpack()
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Marks a test with the kernels on record."""
+    if found := launched.on_record().get(_name(item)):
+        item.add_marker(pytest.mark.kernels(*found.kernels))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fails a test that launches other kernels than it is marked with."""
+    run.clear()
+    started = launched.cpu_seconds()
+    yield
+    kernels = tuple(sorted(run))
+    if item.config.getoption("--record"):
+        new[_name(item)] = launched.Launched(launched.cpu_seconds() - started, kernels)
+        return
+    marked = {name for mark in item.iter_markers("kernels") for name in mark.args}
+    of_case = marked <= run and marked and _name(item) not in launched.on_record()
+    if run != marked and not of_case:
+        got = f"{_name(item)}: launches {kernels}, and {tuple(sorted(marked))} are on record"
+        fix = f"run python -m pytest tests/emulated/{item.path.name} --record"
+        pytest.fail(need("tests/launched.py", got, "the same", fix), pytrace=False)
+
+
+def pytest_sessionfinish() -> None:
+    if new:
+        launched.write(new)
+
+
+def _name(item: pytest.Item) -> str:
+    return item.nodeid.removeprefix("tests/emulated/")
+
+
 @pytest.fixture(autouse=True)
-def _launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A test that is marked as a kernel's launches it."""
-    launched: set[str] = set()
+def _noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Notes each kernel that is launched."""
     launch = EmulatedKernel.__call__
 
     def noted(self: EmulatedKernel, *arguments: Any, **options: Any) -> None:
-        launched.add(KERNELS.get(self.name, ""))
+        if self.name in KERNELS:
+            run.add(KERNELS[self.name])
         launch(self, *arguments, **options)
 
     monkeypatch.setattr(EmulatedKernel, "__call__", noted)
-    yield
-    marked = {name for mark in request.node.iter_markers("kernels") for name in mark.args}
-    missing = sorted(marked - launched)
-    assert not missing, f"marked as tests of {missing}; launched were {sorted(launched)}"
 
 
 @functools.cache

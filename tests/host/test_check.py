@@ -8,6 +8,7 @@ import torch
 from qla_kernels import check, jit, selftest
 from qla_kernels.selftest.cases import checked
 from qla_kernels.selftest.compare import assert_close
+from tests import launched
 
 
 def test_every_kernel_has_cases() -> None:
@@ -81,3 +82,20 @@ def test_a_failure_is_its_exit_status(monkeypatch, capsys) -> None:
     monkeypatch.setattr(check, "check", lambda *_: [failed])
     assert check.main(["gdn.gate"]) == 1
     assert capsys.readouterr().out.endswith("FAILED  pytest tests/emulated, 2 s\n")
+
+
+def test_what_is_past_the_budget_is_named(capsys) -> None:
+    pytest.importorskip("tilelang", reason="kernel files import TileLang")
+    status = check.main(["gdn.chunk_table", "--variant", "i32", "--budget", "0"])
+    said = capsys.readouterr().out
+    assert status == 0, said
+    names = re.findall(r"^LEFT OUT tests/emulated/(\S+)", said, re.MULTILINE)
+    assert "test_cases.py::test_case[gdn.chunk_table-i32]" in names
+    assert re.search(rf"^ok +pytest .*, {len(names)} tests left out, \d+ s$", said, re.MULTILINE)
+
+
+def test_every_kernel_has_emulated_tests_on_record() -> None:
+    found = {kernel for row in launched.on_record().values() for kernel in row.kernels}
+    assert found >= {".".join(names) for names in jit.kernel_names()}
+    tests = [name for name, row in launched.on_record().items() if "gdn.fused_fwd" in row.kernels]
+    assert any(name.startswith("test_gdn_forward.py::test_interleavings") for name in tests)
