@@ -24,7 +24,7 @@ from pathlib import Path
 from queue import Queue
 from typing import NamedTuple
 
-from qla_kernels.build import COMPILER_FLAGS
+from qla_kernels.native.launcher import FLAGS
 from tests.mutants.covered import AREAS
 from tests.mutants.equivalent import EQUIVALENT
 from tests.mutants.generate import KINDS, Mutant, of_file
@@ -70,7 +70,7 @@ def compiles(mutant: Mutant) -> bool:
         shutil.copytree(ROOT / "qla_kernels" / "native", folder, dirs_exist_ok=True)
         name = Path(folder) / Path(mutant.path).name
         name.write_bytes(mutant.applied(name.read_bytes()))
-        flags = *COMPILER_FLAGS, *STRICT, f"-I{sysconfig.get_paths()['include']}"
+        flags = *FLAGS, *STRICT, f"-I{sysconfig.get_paths()['include']}"
         command = ["cc", *flags, f"{folder}/launcher.c"]
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
 

@@ -1,0 +1,123 @@
+"""Make the mistakes of a kernel author, and see whether `check` notices them.
+
+    python -m tests.mutants.author gdn.fused_fwd            ten of the usual seed, two minutes each
+    python -m tests.mutants.author dualkv.fwd --seed 7 --count 3
+    python -m tests.mutants.author dualkv.fwd --list        names them, and runs none
+
+A mistake is drawn by the seed: first its kind, then one of them. It is made in a copy of the
+checkout, in a file that the kernel is made of. Exits with 1 if one is not noticed.
+"""
+
+import argparse
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.mutants.__main__ import ROOT, copied
+from tests.mutants.generate import Mutant
+
+LIMIT = 120  # seconds
+LINES = {  # of each kind: a line's pattern, and what takes its place
+    "dropped wait": (r"(?:\w+\.(?:wait|acquire)\(.*\)|T\.wait_wgmma\(\d\))", "pass"),
+    "dropped release": (r"[\w.]+\.(?:release|commit)\(.*\)", "pass"),
+    "dropped fence": (r"T\.fence_proxy_async\(\)", "pass"),
+    "counter": (r"(?P<a>\w+ \+= )(?P<b>num_chunks|1)", r"\g<a>\g<b> + 1"),
+}
+PARTS = {
+    "index": (r"\.slot\((\w+)\)", r".slot(\1 + 1)"),
+    "parity": (r"(\.(?:wait|acquire)\(\w+)\)", r"\1 + 2)"),
+}
+EARLY = re.compile(r"^( *T\.wait_wgmma\(0\).*\n)( *[\w.]+\.release\(\w+\)\n)", re.MULTILINE)
+KINDS = (*LINES, *PARTS, "early release")
+
+
+def sources(kernel: str) -> list[str]:
+    """Returns the files of device code that are imported with a kernel's module."""
+    family, _, name = kernel.partition(".")
+    module = f"qla_kernels.{family}.kernels.{name}"
+    code = (
+        f"import sys, {module}; print(*(m.__file__ for n, m in sys.modules.items()"
+        f" if n.startswith('qla_kernels.{family}.kernels.')), sep='\\n')"
+    )
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    said = subprocess.check_output([sys.executable, "-c", code], text=True, env=env, cwd=ROOT)
+    return sorted(str(Path(x).relative_to(ROOT)) for x in said.split() if x.startswith(str(ROOT)))
+
+
+def mistakes(path: str) -> list[Mutant]:
+    text = (ROOT / path).read_text()
+    edits = [
+        (kind, *match.span(1), match[1] if new is None else re.sub(pattern, new, match[1]))
+        for kind, (pattern, new) in LINES.items()
+        for match in re.finditer(rf"^ +({pattern})(?=$|  #)", text, re.MULTILINE)
+    ]
+    edits += [
+        (kind, *match.span(), match.expand(new))
+        for kind, (pattern, new) in PARTS.items()
+        for match in re.finditer(pattern, text)
+    ]
+    edits += [("early release", *m.span(), m[2] + m[1]) for m in EARLY.finditer(text)]
+    return [
+        Mutant(path, text[:a].count("\n") + 1, kind, len(text[:a].encode()),
+               len(text[:b].encode()), new.encode())
+        for kind, a, b, new in edits
+    ]  # fmt: skip
+
+
+def drawn(kernel: str, seed: int, count: int) -> list[Mutant]:
+    every = [mutant for path in sources(kernel) for mutant in mistakes(path)]
+    draw, found = random.Random(f"{kernel} {seed}"), list[Mutant]()
+    while len(found) < min(count, len(every)):
+        kind = draw.choice(KINDS)
+        if of_kind := [m for m in every if m.kind == kind and m not in found]:
+            found.append(draw.choice(of_kind))
+    return found
+
+
+def verdict(kernel: str, folder: Path) -> str:
+    """Runs `check` in a copy; returns what noticed, "late" past the limit, or "survived"."""
+    env = os.environ | {"PYTHONPATH": str(folder), "EMU_CACHE": str(ROOT / "build" / "emulator")}
+    command = [sys.executable, "-m", "qla_kernels", "check", kernel]
+    with subprocess.Popen(
+        command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, start_new_session=True,
+    ) as running:  # fmt: skip
+        try:
+            said, _ = running.communicate(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            os.killpg(running.pid, 9)
+            return "late"
+    failed = re.findall(r"^FAILED +(\w+) ", said, re.MULTILINE)
+    return f"caught by {' and '.join(failed)}" if failed else "survived"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser("python -m tests.mutants.author", description=__doc__)
+    parser.add_argument("kernel")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=int, default=10)
+    parser.add_argument("--list", action="store_true", help="run none")
+    asked = parser.parse_args()
+    folder, survivors = None if asked.list else copied(), 0
+    for mutant in drawn(asked.kernel, asked.seed, asked.count):
+        data, started, said = (ROOT / mutant.path).read_bytes(), time.monotonic(), ""
+        if folder is not None:
+            (folder / mutant.path).write_bytes(mutant.applied(data))
+            said = verdict(asked.kernel, folder)
+            (folder / mutant.path).write_bytes(data)
+            survivors += not said.startswith("caught")
+        before, after = mutant.lines(data)
+        print(f"{said:28} {time.monotonic() - started:4.0f} s  {mutant.kind}  {mutant.path}:"
+              f"{mutant.line}\n    - {before}\n    + {after}", flush=True)  # fmt: skip
+    if folder is not None:
+        shutil.rmtree(folder)
+    return int(survivors > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
