@@ -36,8 +36,8 @@ def causal_conv1d(
     forward-mode tangents raise Unsupported.
 
     Args:
-        x: [T, channels], or [B, channels, T] as torch's convolutions and causal-conv1d take it. On
-            a GPU the latter is the transposed view of [B, T, channels].
+        x: [T, channels], or [B, channels, T] as in torch's convolutions and causal-conv1d. On a
+            GPU, x [B, channels, T] must be the transposed view of a tensor [B, T, channels].
         weight: [channels, W], W from 2 to 4: `conv.weight.squeeze(1)` of an nn.Conv1d.
         bias: [channels]; 0 if None.
         activation: None, "silu" or "swish" (the same as silu).

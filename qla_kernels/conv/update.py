@@ -34,7 +34,7 @@ def causal_conv1d_update(
     """Runs `causal_conv1d` for one new token of each of N sequences, for decoding.
 
     Each slot of the pool holds the last width - 1 tokens of a sequence, the oldest first. The call
-    removes the oldest and appends the token of x. One launch. Not differentiable.
+    removes the oldest token and appends the token of x, in one launch. Not differentiable.
 
     Args:
         x: [N, channels], as in `causal_conv1d`.
@@ -42,13 +42,13 @@ def causal_conv1d_update(
             in place. Only the first width - 1 places are used.
         weight, bias, activation: as in `causal_conv1d`.
         conv_state_indices: [N] int32 or int64, the slot of each sequence. Two sequences must not
-            share a slot. A sequence whose slot is at most null_slot is padding: its y is 0, and
-            the pool is not changed. A slot past the pool raises ValueError on a CPU and under
+            share a slot. A sequence whose slot is at most null_slot is padding: y is 0, and the
+            pool is not changed. A slot past the pool raises ValueError on a CPU and under
             QLA_CHECK=1; otherwise a GPU treats it as padding. The same checks reject int64 values
             that do not fit in int32; otherwise a GPU reads their low word. None: sequence n has
             slot n.
         null_slot: -1, or 0 if slot 0 holds no state.
-        out: [N, channels] in x's dtype, or x itself; y is written to it and returned.
+        out: [N, channels] in x's dtype, or x itself; y is written to `out`, and `out` is returned.
 
     Returns:
         y [N, channels].
@@ -89,7 +89,8 @@ def require_update(
 ) -> None:
     """Raises Unsupported if this version cannot run a well-formed call.
 
-    Under QLA_CHECK=1 it also reads the slots, and raises a ValueError if they are wrong.
+    Under QLA_CHECK=1 this check also reads the slots, and raises ValueError if a slot is wrong. The
+    arguments are those of `causal_conv1d_update`; `rows` is conv_state.
     """
     require(refusal(x, weight, bias, op=op))
     require(refused_rows(op, rows))

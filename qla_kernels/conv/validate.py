@@ -42,12 +42,14 @@ def refusal(
     capability: tuple[int, int] | None = None,
     op: str = OP,
 ) -> str | None:
-    """Returns why this version cannot run the call, or None if it can, with or without gradients.
+    """Returns the reason why this version cannot run the call, or None if it can run the call.
+
+    The answer is the same with and without gradients.
 
     Args:
         x, weight, bias: as in `causal_conv1d`, well formed.
         capability: answer for a GPU of this compute capability, whatever the tensors' device.
-        op: the function's name, with which the text begins.
+        op: the name of the function, which begins the returned text.
     """
     reason = _refused_everywhere(x, weight, bias)
     if reason is None and (x.is_cuda or capability is not None):
@@ -57,12 +59,12 @@ def refusal(
 
 
 def by_tokens(x: Tensor) -> Tensor:
-    """Returns x, [T, C] or [B, C, T], as a view [B, T, C]."""
+    """Returns a view [B, T, C] of x, which is [T, C] or [B, C, T]."""
     return x.unsqueeze(0) if x.dim() == 2 else x.mT
 
 
 def as_given(y: Tensor, x: Tensor) -> Tensor:
-    """Returns y [B, T, C] as a view of x's shape, [T, C] or [B, C, T]."""
+    """Returns a view of y [B, T, C] in the shape of x, [T, C] or [B, C, T]."""
     return y.squeeze(0) if x.dim() == 2 else y.mT
 
 
@@ -211,7 +213,7 @@ def check_indices(op: str, x: Tensor, rows: Tensor, indices: Tensor | None) -> N
 
 
 def check_slots(op: str, indices: Tensor, num_slots: int, null_slot: int) -> None:
-    """Raises ValueError if a slot is past the pool or beyond int32, or if sequences share one."""
+    """Raises ValueError if a slot is past the pool or beyond int32, or if two share a slot."""
     check_words(op, "conv_state_indices", indices)
     slots = [slot for slot in indices.tolist() if slot > null_slot]
     if len(set(slots)) < len(slots) or max(slots, default=-1) >= num_slots:

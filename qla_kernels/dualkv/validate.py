@@ -49,7 +49,7 @@ def refusal(
     Args:
         q, k, v, scale: as in `shared_prefix_attention`, well formed.
         capability: answer for a GPU of this compute capability, whatever the tensors' device.
-        op: the function's name, with which the text begins.
+        op: the name of the function, which begins the returned text.
     """
     reason = _reason(q, k, v, scale)
     if reason is None and (q.is_cuda or capability is not None):

@@ -97,8 +97,8 @@ def chunk_gated_delta_rule(
         cu_seqlens: [N + 1] int32 or int64 on q's device; B must be 1. Sequence n has the tokens
             cu_seqlens[n] to cu_seqlens[n + 1], possibly none. Tokens past the last sequence are not
             read, and their results are 0.
-        cu_seqlens_cpu: the values of cu_seqlens in a CPU tensor; optional. With them the host knows
-            each sequence's length when it decides where to cut.
+        cu_seqlens_cpu: the values of cu_seqlens in a CPU tensor; optional. With these values the
+            host knows each sequence's length when it decides where to cut.
         chunk_indices: accepted for compatibility with FLA, and unused.
         cp_context: for sequences that are split over ranks: a context from FLA's build_cp_context
             or `qla_kernels.gdn.build_cp_context`. The tensors then hold this rank's tokens, in the
@@ -119,15 +119,15 @@ def chunk_gated_delta_rule(
         batch_invariant: keyword only. On a GPU, the results and gradients of a token then have the
             same bits whatever else is in the batch, and o has the bits of a `GdnPool`. Sequences
             are never cut into segments, so a small batch of long sequences takes longer. Gradients
-            of A_log and dt_bias are sums over the batch. Not with cp_context.
-            QLA_BATCH_INVARIANT=1 makes it the default.
+            of A_log and dt_bias are sums over the batch. Not with cp_context. QLA_BATCH_INVARIANT=1
+            makes True the default.
         enable_fwd_cp_cache: keyword only. Saves the segments and their start states for the
-            backward, which otherwise computes them again. This takes 4 K (K + V) bytes per segment
+            backward, which otherwise computes both again. This takes 4 K (K + V) bytes per segment
             and value head (128 KB for K = V = 128). There are enough segments to fill a GPU once or
-            a few times. None, the default, saves them if that is predicted to make the backward
-            faster, and if they are at most a quarter of what the call saves anyway. Ignored with
-            cp_context, at K = 256, and in a compiled graph, which cannot know the number of
-            segments.
+            a few times. None, the default, saves segments and start states if the backward is
+            predicted to be faster with them, and if they take at most a quarter of the memory that
+            the call saves anyway. Ignored with cp_context, at K = 256, and in a compiled graph,
+            which cannot know the number of segments.
 
     Returns:
         o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V] in fp32 (fp64 where q is

@@ -27,9 +27,9 @@ LISTED_KINDS = 3  # kinds of cut sequences that a sentence lists
 
 
 class Cuts(NamedTuple):
-    """The number of segments of each sequence of a call, as `segments_of` returns it.
+    """The number of segments into which a call cuts each sequence; `segments_of` returns it.
 
-    str(cuts) is a sentence.
+    str(cuts) is a sentence that says how many sequences are cut into how many segments.
     """
 
     lengths: tuple[int, ...]  # of the sequences, in tokens
@@ -39,7 +39,7 @@ class Cuts(NamedTuple):
 
     @property
     def cut(self) -> bool:
-        """True if a sequence is cut."""
+        """True if at least one sequence is cut into several segments."""
         return self.segment_tokens is not None
 
     def __str__(self) -> str:
@@ -85,13 +85,14 @@ def segments_of(
         head_dim: K.
         value_dim: V; K if None.
         direction: "fwd", with or without gradients; or "bwd", the backward of a call that is not
-            compiled and has the default `enable_fwd_cp_cache`. It may reuse the forward's segments.
+            compiled and has the default `enable_fwd_cp_cache`. Such a backward may reuse the
+            segments of the forward.
         packed: True for sequences packed in one row with `cu_seqlens`, False for the rows of a
-            batch [B, T]. None: packed if their lengths differ.
+            batch [B, T]. None: packed if the lengths differ.
         cu_seqlens_cpu: whether a packed call passes `cu_seqlens_cpu`. Without it the device reads
             the lengths and cuts by another plan.
         exact, warm_log_bound: as in `chunk_gated_delta_rule`.
-        sm_count: number of SMs. None: those of the current GPU; without a GPU, 132, as on H100 SXM
+        sm_count: number of SMs. None: that of the current GPU; without a GPU, 132, as on H100 SXM
             and H200.
 
     Raises:

@@ -71,7 +71,7 @@ def chunk_gated_delta_rule_fwd(
             returns them where `chunk_gated_delta_rule` saves them by default.
         is_train: False returns no g_cum and no A, which is faster. None means True.
         cp_context: must be None.
-        out: [B, T, HV, V] of any float dtype; o is copied into it, and it is returned as o.
+        out: [B, T, HV, V] of any float dtype; o is copied into `out`, and `out` is returned as o.
 
     Returns:
         g_cum [B, T, HV]: cumulative sum of the gates within each chunk of 64 tokens, natural log,
@@ -83,8 +83,8 @@ def chunk_gated_delta_rule_fwd(
         h [B, chunks, HV, K, V] in q's dtype, or None.
         final_state [N, HV, K, V], or None.
         cp_cache: an argument for chunk_gated_delta_rule_bwd; None without enable_fwd_cp_cache. With
-            True, its tensors have no rows if no segments were saved: no sequence was cut, or
-            K = 256.
+            enable_fwd_cp_cache=True, the tensors of cp_cache have no rows if no segments were
+            saved, because no sequence was cut or K = 256.
 
     Raises:
         ValueError: the arguments do not fit together.
@@ -155,16 +155,18 @@ def chunk_gated_delta_rule_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Runs the backward on the results of `chunk_gated_delta_rule_fwd` and returns the gradients.
 
+    Arguments not listed here are those of `chunk_gated_delta_rule_fwd`.
+
     Args:
         q, k: the q and k of the forward call.
-        g: g_cum of the forward.
+        g: the g_cum that the forward returned.
         beta: [B, T, HV] after its activation.
-        A: A of the forward.
+        A: the A that the forward returned.
         do: [B, T, HV, V], the gradient of o; any strides.
         dht: [N, HV, K, V], the gradient of the final state; 0 if None.
-        cp_cache: the cp_cache of a forward of the same batch. Its segments and start states are
-            used again, unless uncut sequences are faster. None computes them here. At K = 256
-            sequences are not cut.
+        cp_cache: the cp_cache of a forward of the same batch. The backward uses the segments and
+            start states of the cache, unless it is faster not to cut. None: the backward computes
+            segments and start states itself. At K = 256 sequences are not cut.
         cp_context: must be None.
 
     Returns:

@@ -39,14 +39,14 @@ ELSEWHERE = "use fla.ops.gated_delta_rule"
 
 
 class Gate(NamedTuple):
-    """The arguments of the gate: whether g is its input, and its parameters."""
+    """The arguments of the gate: use_gate_in_kernel, A_log and dt_bias."""
 
     use_gate_in_kernel: bool
     A_log: Tensor | None
     dt_bias: Tensor | None
 
     def parameters(self) -> tuple[Tensor | None, Tensor | None]:
-        """Returns A_log and dt_bias; without use_gate_in_kernel (None, None), as in FLA."""
+        """Returns (A_log, dt_bias), or (None, None) without use_gate_in_kernel, as FLA does."""
         return (self.A_log, self.dt_bias) if self.use_gate_in_kernel else (None, None)
 
 
@@ -75,7 +75,7 @@ def refusal(
             cu_seqlens_cpu.
         anchored: True for a call of a `GdnPool`.
         capability: answer for a GPU of this compute capability, whatever the tensors' device.
-        op: the function's name, with which the text begins.
+        op: the name of the function, which begins the returned text.
     """
     reason = _refused_everywhere(q, k, v, cp_context)
     if reason is None:
@@ -92,7 +92,10 @@ def refusal(
 
 
 def wants_gradients(arguments: Iterable[Tensor | float | None]) -> bool:
-    """Returns True if grad mode is on and one of the arguments is a tensor that requires grad."""
+    """Returns whether autograd would record a call with these arguments.
+
+    This is so if grad mode is on and at least one argument is a tensor that requires a gradient.
+    """
     if not torch.is_grad_enabled():
         return False
     return any(x.requires_grad for x in arguments if isinstance(x, Tensor))

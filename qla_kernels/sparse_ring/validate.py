@@ -51,7 +51,7 @@ def refusal(
         world: number of ranks.
         scale: as in `sparse_attention`.
         capability: answer for a GPU of this compute capability, whatever the tensors' device.
-        op: the function's name, with which the text begins.
+        op: the name of the function, which begins the returned text.
     """
     reason = _refused_everywhere(q, k, v, world, scale)
     if reason is None and (q.is_cuda or capability is not None):

@@ -20,11 +20,14 @@ BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of a numb
 
 
 class Slots(NamedTuple):
-    """The tensors of a `GdnPool`. Slots may lie any distance apart, such as pages of a cache.
+    """The tensors of a `GdnPool`. Every tensor has one entry per slot; a slot holds one sequence.
 
-    One slot stands for padding and is never changed. k_tail and v_tail have q's dtype. TAIL_PLACES
-    is 128. If no kernel has this K, each head of `anchors` is followed in memory by rows of zeros
-    up to the next K that one has.
+    The entries of a tensor may lie any distance apart, for example in the pages of a cache. The
+    pool uses one slot for padding and never changes it. k_tail and v_tail have the dtype of q.
+    TAIL_PLACES is 128, which is two chunks of CHUNK = 64 tokens.
+
+    The kernels that read anchors have K = 64 and K = 128. For another K, each head of `anchors`
+    must be followed in memory by rows of zeros, up to the next larger of these two numbers.
     """
 
     anchors: Overwritten  # [slots, HV, K, V] fp32, the state after `anchored` tokens
@@ -39,9 +42,11 @@ class Slots(NamedTuple):
 def slot_parts(
     H: int, HV: int, K: int, V: int, dtype: torch.dtype, wide: torch.dtype
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Returns (shape of a slot, dtype) of each tensor of Slots.
+    """Returns (shape, dtype) of one slot in each tensor of `Slots`.
 
-    `dtype` is that of q, k, v and o, `wide` that of states and gates.
+    Args:
+        dtype: the dtype of q, k, v and o.
+        wide: the dtype of states and gates.
     """
     gates, count = ((TAIL_PLACES, HV), wide), ((), torch.int32)
     k, v = ((TAIL_PLACES, H, K), dtype), ((TAIL_PLACES, HV, V), dtype)
@@ -68,7 +73,7 @@ class Tokens(NamedTuple):
 
 
 class TokenPlaces(NamedTuple):
-    """The token at each place of a pack."""
+    """Maps each place of a packed tensor to a sequence and to a token of this sequence."""
 
     bounds: Tensor  # [N + 1] where the sequences of the pack begin and end
     owner: Tensor  # [size] the sequence; any past the end
@@ -77,27 +82,37 @@ class TokenPlaces(NamedTuple):
 
 
 class AnchorRows(NamedTuple):
-    """Anchors on a CPU. A start below 0 means a state of 0; an end below 0 means no write."""
+    """The anchors of a pool on a CPU, and the slots where each sequence starts and ends.
+
+    A negative start means that the sequence starts from a state of 0. A negative end means that its
+    final state is not written.
+    """
 
     anchors: Tensor  # as Slots has it
     starts: Tensor  # [N] int32
     ends: Tensor  # [N] int32
 
     def start_states(self) -> Tensor:
-        """Returns the start states, [N, HV, K, V]."""
+        """Returns the state from which each sequence starts, [N, HV, K, V]."""
         states = self.anchors[self.starts.clamp(min=0)]
         return torch.where((self.starts >= 0)[:, None, None, None], states, 0)
 
     def take(self, final: Tensor) -> None:
-        """Writes the final states [N, HV, K, V] to `ends`."""
+        """Writes final states [N, HV, K, V] to the slots `ends` of `anchors`."""
         live = self.ends >= 0
         self.anchors[self.ends[live]] = final[live]
 
 
 def extend(call: Call, pool: Slots, extension: Extension, rows: Any = AnchorRows) -> Tensor:
-    """Appends the call's tokens, activated, to sequences; returns their o [B, T, HV, V].
+    """Appends the tokens of a call to sequences of a pool; returns o [B, T, HV, V].
 
-    o is 0 for padding and for tokens past the last sequence. `rows` has AnchorRows' interface.
+    o is 0 for sequences of padding and for tokens past the last sequence.
+
+    Args:
+        call: the tensors of the call. Gates and betas are activated.
+        pool: the tensors of the pool, which are updated in place.
+        extension: the slots of the sequences.
+        rows: a class with the interface of AnchorRows.
     """
     if not call.num_sequences:
         return call.v.new_zeros(call.v.shape)
@@ -194,7 +209,7 @@ def _places(begin: Tensor, end: Tensor, room: int) -> TokenPlaces:
 
 
 def live_slots(state_indices: Tensor, num_slots: int, null_slot: int) -> Tensor:
-    """Returns [N] bool: False for sequences of padding."""
+    """Returns bool [N]: True for real sequences, False for sequences of padding."""
     inside = (state_indices >= 0) & (state_indices < num_slots)
     return inside & (state_indices != null_slot)
 

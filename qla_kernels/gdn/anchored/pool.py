@@ -26,21 +26,21 @@ DECODES, REJECTS = Programs(f"{POOL_OP}.decode"), Programs(f"{POOL_OP}.reject")
 
 
 class GdnPool:
-    """A pool of sequences, one per slot, that grow by prefill and decoding with training's bits.
+    """A pool of sequences, one per slot, that grow by prefill and decode with training's bits.
 
-    A slot holds an anchor, the state after the sequence's last whole chunk of 64 tokens, and a
-    tail, the tokens after that chunk. On a GPU, results have the bits of
-    `chunk_gated_delta_rule(.., batch_invariant=True)` over the whole sequence. They do not depend
-    on how it is split into calls, or on other sequences of a call. On a CPU results are the same
-    up to rounding.
+    Each slot holds an anchor and a tail. The anchor is the state after the last whole chunk of 64
+    tokens; the tail holds the tokens after this chunk. On a GPU, the results have the same bits as
+    `chunk_gated_delta_rule(.., batch_invariant=True)` over the whole sequence. The results of a
+    sequence do not depend on how calls split the sequence, or on other sequences of a call. On a
+    CPU the results are the same up to rounding.
 
-    Not differentiable. No method waits for the device; all may be captured in a CUDA graph.
+    Not differentiable. No method waits for the device; CUDA graphs can capture all methods.
 
     Args:
         num_slots: the largest number of sequences.
         num_heads, num_value_heads, K, V: H, HV, K and V of `chunk_gated_delta_rule`.
-        dtype: of q, k, v and o.
-        device: of all tensors.
+        dtype: the dtype of q, k, v and o.
+        device: the device of all tensors.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class GdnPool:
     def of(cls, tensors: Slots, null_slot: int) -> "GdnPool":
         """Returns a pool that uses these tensors, such as views of an engine's pages.
 
-        Each slot of a tensor is contiguous. Slots may have gaps between them, the same for g and
-        beta. Initial contents do not matter: a sequence that begins does not read its slot. On a
-        GPU, slots of anchors, k and v begin at multiples of 16 bytes, and a kernel must have this
-        K.
+        Each slot of a tensor must be contiguous. There may be gaps between slots; g_tail and
+        beta_tail must have the same stride between slots. The initial contents do not matter,
+        because a new sequence does not read its slot. On a GPU, slots of anchors, k_tail and v_tail
+        must begin at multiples of 16 bytes, and a kernel must have the K of `tensors`.
 
         Args:
-            tensors: a `qla_kernels.gdn.Slots`, like `GdnPool.tensors`.
-            null_slot: the slot that marks padding. It is not changed.
+            tensors: a `qla_kernels.gdn.Slots`, like the attribute `tensors` of a GdnPool.
+            null_slot: the slot that marks padding. The pool never changes this slot.
 
         Raises:
             ValueError: shapes, dtypes, strides or the null slot do not fit.
@@ -113,12 +113,12 @@ class GdnPool:
 
     @property
     def lengths(self) -> Tensor:
-        """[num_slots] int32, the number of tokens in each slot."""
+        """[num_slots] int32, the number of tokens of the sequence in each slot."""
         return self.tensors.lengths[: self.num_slots]
 
     @property
     def bytes_per_slot(self) -> int:
-        """Bytes of all tensors for one sequence."""
+        """Number of bytes that one slot takes in all tensors of the pool together."""
         inside = (t.shape[1] * t.stride(1) if t.dim() > 1 else 1 for t in self.tensors)
         return sum(n * t.element_size() for n, t in zip(inside, self.tensors, strict=True))
 
@@ -142,18 +142,18 @@ class GdnPool:
         use_beta_sigmoid_in_kernel: bool = False,
         allow_neg_eigval: bool = False,
     ) -> Tensor:
-        """Appends tokens to sequences; returns their o [B, T, HV, V].
+        """Appends tokens to sequences of the pool; returns o [B, T, HV, V] of these tokens.
 
         Arguments that are not listed are those of `chunk_gated_delta_rule`.
 
         Args:
             state_indices: [N] int32 or int64, the slot of each sequence. An index outside the pool
-                marks padding: its results are 0, and no slot is changed. Two sequences must not
-                share a slot, and numbers must fit in int32: a CPU, and QLA_CHECK=1, raise
-                ValueError otherwise. An unchecked GPU call leaves a shared slot undefined, and
-                `decode` and `reject` read the low word of a number.
-            has_initial_state: [N] bool, True for sequences that continue; the others begin with
-                these tokens, whatever the slot held before. None: all begin.
+                marks padding: the results of that sequence are 0, and no slot is changed. Two
+                sequences must not share a slot, and indices must fit in int32. A CPU call, and any
+                call under QLA_CHECK=1, raises ValueError otherwise. An unchecked GPU call leaves a
+                shared slot undefined, and `decode` and `reject` read the low word of an index.
+            has_initial_state: [N] bool, True for a sequence that continues from its slot, False for
+                a new sequence, which overwrites its slot. None: all sequences are new.
         """
         options = Options(use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval)
         gate = Gate(use_gate_in_kernel, A_log, dt_bias)
@@ -184,11 +184,11 @@ class GdnPool:
         use_beta_sigmoid_in_kernel: bool = False,
         allow_neg_eigval: bool = False,
     ) -> Tensor:
-        """Appends T tokens, at most 8, to each of B sequences; returns their o [B, T, HV, V].
+        """Appends T tokens to each of B sequences; returns o [B, T, HV, V] of these tokens.
 
-        The tokens may be drafts: `reject` removes those that are not accepted. In an unused slot a
-        sequence begins; in any other slot its sequence continues. Arguments that are not listed are
-        those of `chunk_gated_delta_rule`.
+        T is at most 8. The tokens may be drafts: `reject` removes drafts that are not accepted. An
+        unused slot begins a new sequence; any other slot continues its sequence. Arguments that are
+        not listed are those of `chunk_gated_delta_rule`.
 
         Args:
             state_indices: [B], as in `prefill`.
@@ -224,9 +224,9 @@ class GdnPool:
         Args:
             state_indices: [N], as in `decode`.
             num_tokens: [N] integers, at most the number of tokens of the last `decode`. A larger
-                number is detected only if it exceeds the tail, the tokens after the last whole
-                chunk: a CPU, and QLA_CHECK=1, then raise ValueError; otherwise, on a GPU, the
-                sequence goes on from its anchor.
+                number is detected only if the tail has fewer tokens (the tail holds the tokens
+                after the last whole chunk). A CPU call, and any call under QLA_CHECK=1, then raises
+                ValueError; otherwise, on a GPU, the sequence continues from its anchor.
         """
         lengths, anchored = self.tensors.lengths, self.tensors.anchored
         arguments = lengths, anchored, state_indices, num_tokens, self.null_slot

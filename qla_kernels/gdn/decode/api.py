@@ -95,7 +95,8 @@ def fused_recurrent_gated_delta_rule(
             QLA_CHECK=1; otherwise a GPU treats it as padding. The same checks reject int64 values
             that do not fit in int32; otherwise a GPU reads their low word.
         null_slot: -1, or 0 if slot 0 of the pool holds no state: index 0 then marks padding too.
-        out: with state_indices, a contiguous tensor like v; o is written to it and returned.
+        out: with state_indices, a contiguous tensor like v; o is written to `out`, and `out` is
+            returned.
 
     Returns:
         o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V] in fp32 (fp64 where q is

@@ -67,17 +67,17 @@ def packed_decode_gated_delta_rule(
         a, b: [N, HV], the inputs of the gate and of beta's sigmoid.
         A_log, dt_bias: [HV]; dt_bias may be None.
         initial_state: the pool [slots, HV, V, K], or [slots, HV, K, V] without state_v_first; fp32,
-            or bf16 with mixed_qkv in bf16. The distance of slots is a multiple of 4 numbers.
+            or bf16 with mixed_qkv in bf16. The stride between slots is a multiple of 4 elements.
         state_indices, null_slot: as in `fused_recurrent_gated_delta_rule`; state_indices is [N].
         scale: K ** -0.5 if None.
         use_qk_l2norm_in_kernel, allow_neg_eigval: as in `fused_recurrent_gated_delta_rule`.
         z: [N, HV, V] in mixed_qkv's dtype, with adjacent columns; it may be a slice of a
             projection. On a GPU K and V must then be equal.
-        norm_weight: [V], with z.
-        norm_eps: a float.
-        z_activation: "silu", "swish" (the same as silu) or "sigmoid".
-        out: a contiguous [N, 1, HV, V] in mixed_qkv's dtype; the result is written to it and
-            returned.
+        norm_weight: [V], the weight of the RMSNorm; required with z.
+        norm_eps: a float, added to the mean of o^2.
+        z_activation: act of the output gate: "silu", "swish" (the same as silu) or "sigmoid".
+        out: a contiguous [N, 1, HV, V] in mixed_qkv's dtype; the result is written to `out`, and
+            `out` is returned.
 
     Returns:
         o, or y with z, [N, 1, HV, V].
@@ -126,10 +126,10 @@ def checked_step(
     z_activation: str,
     out: Tensor | None,
 ) -> Callable[[Tensor, bool], tuple[Tensor, ...]]:
-    """Checks the arguments of `packed_decode_gated_delta_rule` and returns a function that runs it.
+    """Checks the arguments of `packed_decode_gated_delta_rule`; returns a function that runs it.
 
-    The function takes rows like mixed_qkv, and `Norm.ahead`. It returns the result, or nothing if
-    it wrote to `out`.
+    The function takes rows like mixed_qkv, and `Norm.ahead`. The function returns a tuple with the
+    result, or an empty tuple if it wrote the result to `out`.
     """
     options = Options(
         flag(op, "use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
@@ -171,7 +171,10 @@ def checked_step(
 def split(
     op: str, mixed_qkv: Tensor, states: Tensor, state_v_first: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns views of a packed projection: q and k [N, 1, H, K], v [N, 1, HV, V]."""
+    """Splits a packed projection into views q and k [N, 1, H, K] and v [N, 1, HV, V].
+
+    HV, K and V are those of `states`; with state_v_first each state is [V, K].
+    """
     expect_tensors(op, mixed_qkv=mixed_qkv, initial_state=states)
     if mixed_qkv.dim() != 2 or states.dim() != 4:
         got = f"mixed_qkv has shape {tuple(mixed_qkv.shape)}, the pool {tuple(states.shape)}"

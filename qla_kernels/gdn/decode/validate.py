@@ -25,9 +25,9 @@ NULL_SLOTS = (-1, 0)  # slots with which engines mark padding
 
 
 def in_whole_pieces(state: Tensor) -> bool:
-    """Returns whether the kernel can read a state with these strides; does not check its address.
+    """Returns whether a kernel can read a state with these strides.
 
-    The last stride must be 1, and the others multiples of STATE_PIECE.
+    The last stride must be 1, and the others multiples of STATE_PIECE. The address is not checked.
     """
     steps = [s for n, s in zip(state.shape[:-1], state.stride()[:-1], strict=True) if n > 1]
     return state.stride(-1) == 1 and all(s % STATE_PIECE == 0 for s in steps)
@@ -53,7 +53,11 @@ def expect_pool(
     name: str = "initial_state",
     leading: Sequence[str] = ("slots",),
 ) -> Tensor:
-    """Returns the pool; ValueError unless its shape is [*leading, HV, K, V], or [.., V, K]."""
+    """Returns the pool after a check of its shape.
+
+    Raises ValueError unless the shape is [*leading, HV, K, V], or [*leading, HV, V, K] if
+    state_v_first.
+    """
     if pool is None:
         fix = "pass the pool of states"
         raise ValueError(need(op, "state_indices without initial_state", "both", fix))
@@ -67,7 +71,7 @@ def expect_pool(
 
 
 def expect_indices(op: str, name: str, x: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
-    """Raises ValueError unless x is int32 or int64 of this shape, on the device of `like`."""
+    """Raises ValueError unless x is int32 or int64, of this shape, on the device of `like`."""
     letters = "[N]" if len(shape) == 1 else "[N, S]"
     expect_tensor(op, name, x, shape, letters, like.device)
     if x.dtype not in (torch.int32, torch.int64):
@@ -95,9 +99,9 @@ def expect_out(op: str, out: Tensor, v: Tensor) -> None:
 def checked_norm(
     op: str, v: Tensor, z: Tensor | None, weight: Tensor | None, eps: object, activation: object
 ) -> Norm | None:
-    """Returns the arguments of a step's norm as one record, or None if the step has no norm.
+    """Returns the norm of a decoding step, or None if the step has no norm.
 
-    Raises ValueError if they do not fit together, or do not fit v [N, 1, HV, V].
+    Raises ValueError if the arguments do not fit together, or do not fit v [N, 1, HV, V].
     """
     if activation not in ACTIVATIONS:
         got, fix = f"z_activation={activation!r}", "apply any other one to the result"
@@ -152,9 +156,10 @@ def recurrent_refusal(
     """Returns the reason why `fused_recurrent_gated_delta_rule` cannot run a call, or None.
 
     Args:
+        q, k, v, gk, gv: as in `fused_recurrent_gated_delta_rule`, well formed.
         pool: initial_state if the call has state_indices, else None.
         capability: answer for a GPU of this compute capability, whatever the tensors' device.
-        op: the function's name, with which the text begins.
+        op: the name of the function, which begins the returned text.
     """
     for name, x in (("gk", gk), ("gv", gv)):
         if x is not None:

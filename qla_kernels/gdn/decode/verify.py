@@ -64,8 +64,8 @@ def verify_gated_delta_rule(
             after the last accepted token.
             [N]: sequence n starts from slot state_indices[n], and the pool is not changed. Several
             sequences may start from one slot.
-            A sequence whose first slot is at most null_slot is padding: its o is 0, and no state
-            of it is saved. No state is saved for a later slot that is at most null_slot.
+            A sequence whose first slot is at most null_slot is padding: o is 0, and no state is
+            saved. If a later slot is at most null_slot, the state of that token is not saved.
         num_accepted_tokens: [N], with state_indices [N, S]: from 1 to S; 1 if None.
         checkpoints: [rows, S, HV, K, V], or [.., V, K] if state_v_first, in the pool's dtype, only
             with state_indices [N]: the state after token t overwrites checkpoints[row, t].
@@ -73,10 +73,10 @@ def verify_gated_delta_rule(
             share a row. A negative row marks padding.
         parents: [N, S] or fewer columns, with checkpoints, if a sequence's drafts are a tree. Token
             t > 0 starts from the state after token parents[n, t] < t, or from the sequence's slot
-            if that number is negative. parents[n, 0] is not read. None: each token follows the
-            one before it.
-        null_slot: -1, or 0 if slot 0 is no state.
-        out: a contiguous tensor like v; o is written to it and returned.
+            if parents[n, t] is negative. parents[n, 0] is not read. None: each token starts from
+            the state after the token before.
+        null_slot: -1, or 0 if slot 0 of the pool holds no state.
+        out: a contiguous tensor like v; o is written to `out`, and `out` is returned.
 
     A sequence may have at most S tokens. On a CPU, and under QLA_CHECK=1, numbers that are out of
     range or do not fit in int32 raise a ValueError. Otherwise, on a GPU, indices out of range count

@@ -73,25 +73,28 @@ def prefill_gated_delta_rule(
             bf16, any strides. On a GPU q, k and v are bf16.
         state_indices: [N] int32 or int64. The final state of sequence n overwrites slot
             state_indices[n]. Two sequences must not share a slot. If the index is at most
-            null_slot, the final state is not written; o still is. An index past the pool raises
+            null_slot, o is written, but the final state is not. An index past the pool raises
             ValueError on a CPU and under QLA_CHECK=1; otherwise a GPU does not write that state.
             The same checks reject int64 values that do not fit in int32; otherwise a GPU reads
             their low word.
-        start_indices: [N]: the slots to start from; state_indices if None. A sequence whose index
-            is at most null_slot starts from a state of 0. Several sequences may start from one
-            slot, unless it is the state_indices of another one.
+        start_indices: [N]: sequence n starts from the state in slot start_indices[n]; None means
+            state_indices. A sequence whose start index is at most null_slot starts from a state of
+            0. Several sequences may start from the same slot, but no sequence may start from a slot
+            that another sequence overwrites.
         checkpoints: [entries, HV, K, V], or [.., V, K] if state_v_first, in fp32 or bf16, any
-            strides. Intermediate states are written to it, one per entry.
-        checkpoint_every: save the state after every so many tokens of a sequence, a multiple of 64.
-            Tokens count from the first one of this call. A prompt in several calls has its
-            checkpoints at multiples of it if each call starts at one.
-        checkpoint_starts: [N] or [N + 1]: the entry of sequence n's first checkpoint; the others
-            follow. n if None. Entries outside `checkpoints` are not written on a GPU.
-        first_checkpoints: [N]: the first checkpoint of sequence n is the state after
-            64 first_checkpoints[n] tokens; without checkpoint_every it is the only one. A negative
-            number means none. None: after checkpoint_every tokens.
+            strides. The call writes intermediate states to this tensor, one state per entry.
+        checkpoint_every: write the state of a sequence after every checkpoint_every tokens, a
+            multiple of 64. Tokens are counted from the first token of this call. If a prompt is
+            split over several calls, let each call begin at a multiple of checkpoint_every.
+        checkpoint_starts: [N] or [N + 1]: the first checkpoint of sequence n goes to entry
+            checkpoint_starts[n], and later checkpoints go to the next entries. None: entry n. On a
+            GPU, a checkpoint whose entry is outside `checkpoints` is not written.
+        first_checkpoints: [N]: the first checkpoint of sequence n is the state after 64
+            first_checkpoints[n] tokens. Without checkpoint_every, sequence n has no other
+            checkpoint. A negative number means no checkpoint. None: the first checkpoint is the
+            state after checkpoint_every tokens.
         null_slot: -1, or 0 if slot 0 of the pool holds no state.
-        out: a contiguous tensor like v; the kernel writes o to it, and it is returned.
+        out: a contiguous tensor like v; o is written to `out`, and `out` is returned.
         auto_cp: allow cutting sequences into segments. With False the bits of a result do not
             depend on the rest of the batch. None: False under QLA_BATCH_INVARIANT=1, else True.
 
@@ -205,7 +208,8 @@ def prefill_refusal(
     """Returns the reason why `prefill_gated_delta_rule` cannot run a call, or None.
 
     Args:
-        pool: initial_state of the call.
+        q, k, v, checkpoints: as in `prefill_gated_delta_rule`, well formed.
+        pool: the initial_state of the call.
         capability: answer for a GPU of this compute capability, whatever the tensors' device.
     """
     if reason := refusal(q, k, v, capability=capability, op=PREFILL_OP):

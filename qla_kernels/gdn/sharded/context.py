@@ -45,11 +45,15 @@ LINKS = "ranks could not exchange links"
 
 @dataclass(frozen=True)
 class CPContext:
-    """This rank's part of a packed batch; its fields have the names of FLA's FLACPContext.
+    """The part of a packed batch that this rank holds; `build_cp_context` makes it.
 
-    The contiguous layout uses pre_num_ranks and post_num_ranks, the zigzag layout the fields after
-    `layout`. In the zigzag layout a rank has two stretches ("parts" in FLA); each pair has one
-    number per stretch, which counts stretches.
+    The fields have the names of FLA's FLACPContext. The contiguous layout uses pre_num_ranks and
+    post_num_ranks; the zigzag layout uses the fields after `layout`.
+
+    In the zigzag layout a rank holds two stretches of tokens, which FLA calls parts.
+    pre_num_ranks_by_part has a number for each stretch: how many stretches before this one hold a
+    part of its first sequence. post_num_ranks_by_part counts the stretches after this one that hold
+    a part of its last sequence.
     """
 
     group: dist.ProcessGroup | None  # None becomes the group of all ranks of the job
@@ -69,19 +73,23 @@ class CPContext:
 
     @property
     def is_first_rank(self) -> bool | None:
+        """True if the first sequence of this rank begins on this rank; None for zigzag."""
         return None if self.pre_num_ranks is None else self.pre_num_ranks == 0
 
     @property
     def is_last_rank(self) -> bool | None:
+        """True if the last sequence of this rank ends on this rank; None for zigzag."""
         return None if self.post_num_ranks is None else self.post_num_ranks == 0
 
     @property
     def is_first_by_part(self) -> tuple[bool, ...] | None:
+        """For each stretch, True if its first sequence begins there; None for contiguous."""
         before = self.pre_num_ranks_by_part
         return None if before is None else tuple(num == 0 for num in before)
 
     @property
     def is_last_by_part(self) -> tuple[bool, ...] | None:
+        """For each stretch, True if its last sequence ends there; None for contiguous."""
         after = self.post_num_ranks_by_part
         return None if after is None else tuple(num == 0 for num in after)
 
@@ -94,8 +102,9 @@ def build_cp_context(
 ) -> CPContext:
     """Returns the `cp_context` argument of `chunk_gated_delta_rule` for this rank.
 
-    It holds the bounds of the sequences on this rank, and the numbers of ranks that hold the rest
-    of the first and of the last one. With T tokens on W ranks, rank r has
+    The context holds the bounds of the sequences on this rank. It also holds how many ranks have
+    the rest of the first sequence, and how many the rest of the last. With T tokens on W ranks,
+    rank r has
 
         contiguous   tokens r T / W to (r + 1) T / W
         zigzag       stretch r, then stretch 2 W - 1 - r, of 2 W stretches of T / 2 W tokens
@@ -158,7 +167,7 @@ _UNITS = {CONTIGUOUS: ("rank", "ranks"), ZIGZAG: ("stretch", "stretches")}  # in
 
 
 class LinePlace(NamedTuple):
-    """The parts of a context that a call uses, with this rank's place in the group."""
+    """The fields of a `CPContext` that a call uses, and the place of this rank in the group."""
 
     group: dist.ProcessGroup
     rank: int
@@ -179,10 +188,10 @@ def _unknown(got: str) -> Reason:
 
 
 def group_of(op: str, cp_context: Any) -> dist.ProcessGroup:
-    """Returns the process group of a context, or the job's if it has none.
+    """Returns the process group of a context, or the group of all ranks if the context has none.
 
-    Reads nothing else of the context, so that an error in it can be sent to the group. Raises
-    ValueError if there is no process group.
+    This function reads no other field of the context, so that an error in another field can be sent
+    to the group. Raises ValueError if there is no process group.
     """
     group = getattr(cp_context, "group", None)
     if group is None:
@@ -195,9 +204,10 @@ def group_of(op: str, cp_context: Any) -> dist.ProcessGroup:
 
 
 def place_of(op: str, cp_context: Any) -> LinePlace:
-    """Returns the place that a context describes; `agree` compares it with other ranks' contexts.
+    """Returns the `LinePlace` of a context, which `agree` compares between ranks.
 
-    Raises ValueError if a field is absent, or if there are not as many ranks as the context says.
+    Raises ValueError if a field is absent, or if a number of ranks does not fit the group and this
+    rank.
     """
     layout = getattr(cp_context, "layout", CONTIGUOUS)
     names = ("cu_seqlens", *_FIELDS[layout])
@@ -251,27 +261,27 @@ def _check_pairs(op: str, front: int, num_sequences: int, *pairs: list[int]) -> 
 def agree(
     op: str, shard: LinePlace, facts: Mapping[str, object], problem: Exception | None, on_gpu: bool
 ) -> None:
-    """Compares the ranks' calls; raises on every rank if one has a problem or if calls differ.
+    """Compares a call between ranks; raises on every rank if one has a problem or if calls differ.
 
     Calls differ if `facts` differ between ranks, or if ranks disagree about the sequences between
-    stretches (before, after, through). `problem` is the error of this rank's own call, if any; it
-    is raised here, and as a ValueError with its text on the other ranks.
+    stretches (before, after, through). `problem` is the error of this rank's own call, or None.
+    This rank raises `problem`; the other ranks raise a ValueError with the text of `problem`.
 
     CPU calls are always compared. A GPU call is compared only if its facts are new to the group,
     because ranks wait for each other and for the GPU when they compare. If ranks make the same
-    calls, either all of them compare or none does:
+    calls, either all ranks compare or no rank does:
 
-    * Only `facts` decide whether a call is compared. They are equal on all ranks if the call is
-      right. The tuples (before, after, through) and the number of tokens do not decide: they differ
-      by batch.
-    * The set of known facts is the same on all ranks. It grows only after an exchange in which all
-      ranks took part, and all ranks decide from the same data whether it grows and whether to
-      raise.
+    * Only `facts` decide whether a call is compared. The facts are equal on all ranks if the call
+      is right. The tuples (before, after, through) and the number of tokens do not decide, because
+      they differ by batch.
+    * The set of known facts is the same on all ranks. The set grows only after an exchange in which
+      all ranks took part, and all ranks decide from the same data whether to add the facts and
+      whether to raise.
 
-    If one rank has a problem, or facts that are new to it alone, while the other ranks make a known
-    call, then the other ranks do not take part here, and the group's timeout ends the job. Later
-    mixtures of known facts and the tuples of later batches are not compared here; the links carry
-    a checksum of them, see `signed`. The number of tokens of later batches is not compared.
+    If one rank has a problem, or facts that are new to this rank alone, while the other ranks make
+    a known call, then the other ranks do not take part here, and the group's timeout ends the job.
+    Later mixtures of known facts and the tuples of later batches are not compared here; the links
+    carry a checksum of both, see `signed`. The number of tokens of later batches is not compared.
     """
     report = (
         {name: str(fact) for name, fact in facts.items()},
@@ -319,5 +329,8 @@ def _expect_one_line(op: str, layout: str, everyone: list[list[Ends]]) -> None:
 
 
 def group_named(name: str) -> dist.ProcessGroup:
-    """Returns the process group of that name; operators take names, as torch's collectives do."""
+    """Returns the process group with this name.
+
+    Operators take the name of a group, as the collectives of torch do.
+    """
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore

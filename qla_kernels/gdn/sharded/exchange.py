@@ -16,10 +16,10 @@ from qla_kernels.gdn.sharded.ops import ShardPlace
 
 
 class Neighbours(NamedTuple):
-    """This rank's stretches among those of the group, and the call's facts.
+    """The place of this rank's stretches of tokens within the group, and the facts of the call.
 
-    Its methods exchange links with the ranks that share sequences with this one. The facts go into
-    the links' signatures, by which ranks notice links of another call.
+    The methods exchange links with the ranks that hold parts of the same sequences. Each link is
+    signed with the facts, so that a rank notices a link of another call.
     """
 
     ranks: dist.ProcessGroup
@@ -27,20 +27,20 @@ class Neighbours(NamedTuple):
     facts: Facts
 
     def entering(self, links: Sequence[Tensor]) -> Tensor | None:
-        """Returns the state [stretches, HV, V, K] that enters each of this rank's stretches.
+        """Returns the state [stretches, HV, V, K] that enters each stretch of this rank.
 
-        It is 0 where no sequence enters, and None if no sequence enters any of them. Collective.
-        `links` [HV, V + K, K] are the maps that the last sequence of each stretch applies to a
-        state.
+        A stretch that no sequence enters has a state of 0. Returns None if no sequence enters any
+        stretch. Collective. `links` has a tensor [HV, V + K, K] for each stretch: the map that the
+        last sequence of the stretch applies to a state.
         """
         return self._exchanged(links, reverse=False)
 
     def leaving(self, links: Sequence[Tensor]) -> Tensor | None:
         """Returns the gradient [stretches, HV, V, K] of the state that leaves each stretch.
 
-        It is 0 where no sequence leaves, and None if no sequence leaves any of them. Collective.
-        `links` [HV, V + K, K] are the maps that the first sequence of each stretch applies to a
-        gradient on its way back.
+        A stretch that no sequence leaves has a gradient of 0. Returns None if no sequence leaves
+        any stretch. Collective. `links` has a tensor [HV, V + K, K] for each stretch: the map that
+        the first sequence of the stretch applies to a gradient in the backward.
         """
         return self._exchanged(links, reverse=True)
 
@@ -55,11 +55,20 @@ class Neighbours(NamedTuple):
 
 
 def exchanged(links: Tensor, group: str) -> tuple[Tensor, int]:
-    """Returns the links of all ranks of the group of that name, and this rank's number in it."""
+    """Gathers the links of all ranks in the group named `group`.
+
+    Returns the links, and the number of this rank within the group.
+    """
     ranks = group_named(group)
     return gather(links, ranks), ranks.rank()
 
 
 def neighbours(shard: ShardPlace, num_sequences: int, facts: Facts) -> Neighbours:
-    """Returns this rank among those of its group."""
+    """Returns the `Neighbours` of this rank.
+
+    Args:
+        shard: the place of this rank within the group.
+        num_sequences: the number of sequences with tokens on this rank.
+        facts: the facts of the call, with which links are signed.
+    """
     return Neighbours(group_named(shard.group), shard.stretches(num_sequences), facts)
