@@ -63,8 +63,8 @@ def shared_prefix_attention(
     64, 128 or 256, a last stride of 1, and other strides that are multiples of 16 bytes.
 
     On a GPU the first call with a layout builds the kernels' tables on the host. Call
-    `layout.prepare` to build them earlier; torch.compile and CUDA graph captures require that.
-    Second derivatives, forward-mode tangents and a `scale` that requires a gradient raise
+    `layout.prepare` to build the tables earlier; torch.compile and CUDA graph captures require
+    this. Second derivatives, forward-mode tangents and a `scale` that requires a gradient raise
     Unsupported.
 
     Args:
@@ -106,10 +106,10 @@ def attend(
     return_lse: bool,
     q_shift: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """Runs a checked call; returns (o, lse), with lse None without return_lse.
+    """Runs a call whose arguments were checked; returns (o, lse), with lse None without return_lse.
 
-    Row i of q is packed token i + q_shift. Under QLA_CHECK=1 it first checks the layout's contents,
-    which waits for the device.
+    Row i of q is packed token i + q_shift. Under QLA_CHECK=1 the contents of the layout are checked
+    first, which waits for the device.
     """
     if checks_contents():
         check_contents(layout)

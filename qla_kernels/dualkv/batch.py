@@ -25,15 +25,16 @@ log = logging.getLogger("qla_kernels")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SharedBatch:
-    """S sequences in T packed tokens, of which L are targets; made by the pack_* functions.
+    """S sequences in T packed tokens, of which L are targets; the pack_* functions make batches.
 
-    Targets are the tokens whose log-probability is computed, from the logits of the token before.
+    Targets are the tokens whose log-probability is computed, from the logits of the previous token.
     The last token of a prompt predicts the first token of every response, so M rows of logits serve
     L targets.
 
-    Targets are ordered by sequence, in packed order. `column` is a target's column in the caller's
-    padded tensors: the token's index in its response, or in the whole sequence if the batch comes
-    from pack_prefix_tree.
+    Targets are ordered by sequence, and within a sequence in packed order. The caller's tensors may
+    be padded: the value of a target then has row `row` and column `column`. `column` is the index
+    of the target in its response. If pack_prefix_tree made the batch, `column` is the index of the
+    target in its whole sequence.
     """
 
     layout: SharedLayout
@@ -61,30 +62,33 @@ class SharedBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Number of packed tokens, T, padding included."""
+        """The number of packed tokens, T, with padding."""
         return self.layout.num_tokens
 
     @property
     def num_sequences(self) -> int:
-        """Number of the caller's sequences, S."""
+        """The number of sequences that the caller passed, S."""
         return len(self.paths)
 
     @property
     def rho(self) -> float:
-        """Number of tokens without sharing, divided by the number of packed tokens."""
+        """The number of tokens without sharing, divided by the number of packed tokens."""
         return _ratio(sum(len(path) for path in self.paths), self.num_tokens)
 
     @property
     def pair_ratio(self) -> float:
-        """Number of (query, key) pairs without sharing, divided by that of the layout.
+        """The number of (query, key) pairs without sharing, divided by the number with sharing.
 
-        Pairs measure the work of attention.
+        The work of attention is proportional to the number of pairs.
         """
         replicated = sum(len(path) * (len(path) + 1) // 2 for path in self.paths)
         return _ratio(replicated, self.layout.pairs)
 
     def to(self, device: torch.device | str) -> "SharedBatch":
-        """Returns a copy of the batch on `device`; a copy to a GPU does not wait for it."""
+        """Returns a copy of the batch on `device`.
+
+        A copy to a GPU does not wait for the GPU.
+        """
         copies: dict[str, Any] = {"layout": self.layout.to(device)}
         for field in fields(self):
             if isinstance(x := getattr(self, field.name), Tensor):
@@ -92,11 +96,11 @@ class SharedBatch:
         return replace(self, **copies)
 
     def model_inputs(self) -> dict[str, Any]:
-        """Returns the keywords of a call of a transformers model: `model(**batch.model_inputs())`.
+        """Returns keyword arguments for a transformers model: `model(**batch.model_inputs())`.
 
-        The model's attention must be ours: see `integrations.transformers_dualkv`. The model
-        returns the logits of tokens src_rows; pass `out.logits[0]` to `gather_logprobs`. Logs a
-        warning once if no token is a target, because there are no logits then.
+        The model must use our attention: see `integrations.transformers_dualkv`. The model returns
+        logits only for the M tokens src_rows; pass `out.logits[0]` to `gather_logprobs`. If the
+        batch has no targets, there are no logits; a warning then says so once.
         """
         if not len(self.targets) and 0 not in self.source_shape:  # padding alone has 0 tokens
             _warn_of_no_targets()
@@ -109,14 +113,20 @@ class SharedBatch:
         }
 
     def prepare(self, num_heads: int, kv_heads: int, head_dim: int = 128) -> None:
-        """Builds the attention kernels' tables for these heads, ahead of the first call."""
+        """Builds the tables of the attention kernels before the first call.
+
+        Args:
+            num_heads: number of query heads, H.
+            kv_heads: number of key heads, Hk.
+            head_dim: D.
+        """
         self.layout.prepare(num_heads, kv_heads, head_dim=head_dim)
 
     def pack(self, x: Tensor) -> Tensor:
-        """Rearranges a tensor over the caller's tokens, [*source_shape, ...], to [T, ...].
+        """Copies values of the caller's tokens, [*source_shape, ...], to packed order, [T, ...].
 
-        Padding tokens get 0. A shared token gets the entry of the first sequence that contains it.
-        Raises ValueError if x has another shape.
+        Padding tokens get 0. A token that several sequences share gets the value of the first of
+        these sequences. Raises ValueError if x has another shape.
         """
         expect_tensors("SharedBatch.pack", x=x)
         dims = len(self.source_shape)
@@ -190,11 +200,11 @@ class SharedBatch:
                     raise ValueError(need(OP, f"a target is {token}", needs, fix))
 
     def to_padded(self, x: Tensor, width: int | None = None, fill: float = 0.0) -> Tensor:
-        """Returns x [L, ...], one value per target, as [S, width, ...] in the caller's order.
+        """Copies one value per target, x [L, ...], to a padded tensor [S, width, ...].
 
-        The value of a target goes to row `row` and column `column`; other entries are `fill`.
-        `width` defaults to `self.width`, the smallest possible. Raises ValueError if `width` is
-        smaller or x does not have L rows.
+        Rows are in the caller's order of sequences. The value of a target goes to row `row` and
+        column `column`; other entries are `fill`. `width` defaults to `self.width`, the smallest
+        possible. Raises ValueError if `width` is smaller or x does not have L rows.
         """
         op = "SharedBatch.to_padded"
         expect_tensors(op, x=x)
@@ -213,10 +223,11 @@ class SharedBatch:
         return padded.index_put((self.row, self.column), x)
 
     def from_padded(self, x: Tensor) -> Tensor:
-        """Returns the entries of x [S, width, ...] at the targets as [L, ...]; inverts `to_padded`.
+        """Copies the entries of a padded tensor x [S, width, ...] at the targets to [L, ...].
 
-        x is in the caller's order of sequences, such as a tensor of advantages. Raises ValueError
-        if it does not have S rows and at least `self.width` columns.
+        This is the inverse of `to_padded`. The rows of x, for example of a tensor of advantages,
+        are in the caller's order of sequences. Raises ValueError unless x has S rows and at least
+        `self.width` columns.
         """
         expect_tensors("SharedBatch.from_padded", x=x)
         if x.dim() < 2 or x.shape[0] != self.num_sequences or x.shape[1] < self.width:
@@ -227,10 +238,11 @@ class SharedBatch:
         return x[self.row, self.column]
 
     def to_replicated(self, x: Tensor) -> list[Tensor]:
-        """Returns a list of S tensors: the entries of x [T, ...] for the tokens of each sequence.
+        """Splits x [T, ...], a value per packed token, by sequence; returns a list of S tensors.
 
-        Sequences are in the caller's order. Use it to compare with unshared runs: it copies shared
-        tokens, and waits for the device. Raises ValueError if x does not have T rows.
+        Sequences are in the caller's order. The tensors have copies of shared tokens, for
+        comparison with runs that do not share prefixes. Waits for the device. Raises ValueError if
+        x does not have T rows.
         """
         op = "SharedBatch.to_replicated"
         expect_tensors(op, x=x)
@@ -254,7 +266,10 @@ def _warn_of_no_targets() -> None:
 
 
 def taken(x: Tensor, take: Tensor) -> Tensor:
-    """Returns x[take] for x [n, ...], 0 where `take` is -1; n may be 0 if all of `take` is -1."""
+    """Returns x[take] for x [n, ...], with 0 where `take` is -1.
+
+    n may be 0 if all entries of `take` are -1.
+    """
     rows = x if len(x) else x.new_zeros(1, *x.shape[1:])
     is_padding = (take < 0).reshape(-1, *[1] * (x.dim() - 1))
     return rows[take.clamp(min=0)].masked_fill(is_padding, 0)

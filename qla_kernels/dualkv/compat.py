@@ -39,8 +39,9 @@ def dualkv_varlen(
 ) -> Tensor:
     """Computes attention of N responses that share one prompt; differentiable.
 
-    The prompt has P tokens, response i has R_i. q holds the queries of the responses alone
-    (q_i = R_i), or also those of the prompt, in front of the first response (q_0 = P + R_0).
+    The prompt has P tokens, and response i has R_i tokens. Entry i of q has q_i queries: those of
+    response i, q_i = R_i. Optionally the queries of the prompt come before the first response, so
+    that q_0 = P + R_0.
 
     Args:
         q: [sum q_i, H, D].
@@ -50,9 +51,10 @@ def dualkv_varlen(
         max_seqlen_q, max_seqlen_k_decoded: ignored; must not require a gradient.
         context_seqlen: P.
         softmax_scale: factor of the scores; D ** -0.5 if None.
-        causal: has to be True.
+        causal: must be True.
         layout: SharedLayout.from_lengths([(P, [R_0, ..])]), on q's device. If None, each call
-            builds one, and waits for the device to read the bounds if they lie there.
+            builds a layout; if the bounds are on a GPU, the call waits for the GPU to read the
+            bounds.
 
     Returns:
         o [sum q_i, H, D].

@@ -40,8 +40,8 @@ def target_logprobs(
 class TargetLogprobs(torch.autograd.Function):
     """The autograd function of `target_logprobs`.
 
-    Saves the logits, which are alive anyway, rows, targets, and two numbers per row of logits: its
-    lse and entropy.
+    Saves rows, targets, the logits (which are in memory anyway), and the LSE and the entropy of
+    each row of logits.
     """
 
     @staticmethod

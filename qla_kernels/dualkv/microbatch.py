@@ -22,7 +22,10 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Piece(NamedTuple):
-    """A group's prompt with some or all of its responses, given by index in the group."""
+    """The prompt of one group, with some or all of the group's responses.
+
+    `group` is the index of the group; `responses` are indices of responses within the group.
+    """
 
     group: int
     responses: tuple[int, ...]
@@ -41,10 +44,10 @@ def plan_microbatches(
     """Distributes groups over micro-batches and ranks; returns each rank's list of micro-batches.
 
     A micro-batch is a list of Pieces with at most max_tokens packed tokens, prompts included. Every
-    rank gets the same number of micro-batches, because collectives need that: the costliest
-    micro-batches of several pieces are halved until the number is a multiple of `ranks`; if that
-    does not suffice, some ranks get empty micro-batches at the end. Each rank runs its costliest
-    micro-batch first, so that ranks run similar ones at the same time.
+    rank gets the same number of micro-batches, because collectives need equal numbers. To reach a
+    multiple of `ranks`, the costliest micro-batches with several pieces are halved; if this does
+    not suffice, some ranks get empty micro-batches at the end. Each rank runs its costliest
+    micro-batch first, so that ranks run micro-batches of similar cost at the same time.
 
     Args:
         groups: pairs (tokens of the prompt, [tokens of each response]).

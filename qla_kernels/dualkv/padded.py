@@ -25,7 +25,10 @@ log = logging.getLogger("qla_kernels")
 
 
 class PaddedGroup(NamedTuple):
-    """Rows with the same prompt. (prompt, responses) is a group for `plan_microbatches`."""
+    """The rows of a padded batch that have the same prompt.
+
+    The pair (prompt, responses) of a PaddedGroup is a group for `plan_microbatches`.
+    """
 
     rows: list[int]
     prompt: int  # tokens
@@ -45,19 +48,23 @@ def pack_padded(
     """Packs padded rows, as in veRL and TRL, into a batch that stores each distinct prompt once.
 
     All tokens of responses are targets. Sequences are numbered by row. Tensors on a GPU are copied
-    to the host, which waits for them once per batch.
+    to the host, which waits for the GPU once per batch.
 
     Args:
         input_ids: [B, W] rows; the prompt ends at prompt_width, and the response begins there.
         attention_mask: [B, W], 0 for padding, without gaps inside a prompt or a response.
         prompt_width: number of columns of prompts.
         group_ids: B labels, such as veRL's uid; rows with equal labels share one prompt. If None,
-            rows with equal prompt tokens form a group, and a warning is logged once if all differ.
-            The rows of a group need not be adjacent.
+            rows with equal prompt tokens form a group, and a warning is logged once if all prompts
+            differ. The rows of a group need not be adjacent.
         verify: raise ValueError if the rows of a group differ in prompt tokens or position_ids.
         position_ids: [.., B, W], used unchanged, for models whose positions do not count from 0.
             If None, the positions of a response continue from its prompt.
-        pad_to: appends padding tokens up to this total. They have id 0 and see only each other.
+        pad_to: the number of packed tokens after padding. Padding tokens have id 0 and see only
+            each other.
+
+    Returns:
+        A `SharedBatch`.
 
     Raises:
         ValueError: shapes do not fit, a row has no prompt, a prompt or response has padding inside,
@@ -93,9 +100,9 @@ def padded_groups(
     group_ids: Sequence[Hashable] | Tensor | None = None,
     verify: bool = True,
 ) -> list[PaddedGroup]:
-    """Returns the groups of `pack_padded`, ordered by their first rows, without packing.
+    """Returns the groups that `pack_padded` would make, ordered by first row, without packing.
 
-    Pass [(group.prompt, group.responses), ..] to `plan_microbatches`. Arguments and errors are
+    Pass [(group.prompt, group.responses), ..] to `plan_microbatches`. The arguments and errors are
     those of `pack_padded`.
     """
     prompt_width = _check_shapes(input_ids, attention_mask, prompt_width)

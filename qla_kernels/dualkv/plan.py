@@ -26,10 +26,11 @@ from qla_kernels.sm90 import alternatives
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SharedLayout:
-    """Which of the packed tokens 0..T-1 see each other: query q sees key k if k <= q < tout[k].
+    """Which packed tokens see each other: query token q sees key token k if k <= q < tout[k].
 
-    Make one with `from_lengths` or `from_forest`. Not a tuple: wrappers that move a model's
-    arguments to a GPU would move the tensors of a tuple, and `nodes` must stay on the host.
+    `from_lengths` and `from_forest` make layouts. SharedLayout is not a tuple, because wrappers
+    that move a model's arguments to a GPU would move all tensors of a tuple, and `nodes` must stay
+    on the host.
     """
 
     tout: Tensor  # int32 [T]
@@ -61,12 +62,12 @@ class SharedLayout:
         pad_to: int | None = None,
         device: torch.device | str | None = None,
     ) -> "SharedLayout":
-        """Returns the layout of prompts and responses with these numbers of tokens.
+        """Returns the layout of groups; a group is a prompt and its responses.
 
         Args:
             groups: pairs (tokens of the prompt, [tokens of each response]) in packed order; lengths
-                may be 0. A group without responses is a sequence of its prompt alone.
-            pad_to: appends padding tokens up to this total; they see only each other.
+                may be 0. A group without responses has one sequence, which is the prompt.
+            pad_to: the number of tokens after padding. Padding tokens see only each other.
             device: device of `tout`; the CPU if None.
 
         Raises:
@@ -89,7 +90,10 @@ class SharedLayout:
         pad_to: int | None = None,
         device: torch.device | str | None = None,
     ) -> "SharedLayout":
-        """Returns the layout of a forest of nodes in depth-first order.
+        """Returns the layout of a forest, whose nodes are listed in depth-first order.
+
+        A node is a run of tokens. The sequences are the paths from a root to a node without
+        children.
 
         Args:
             lengths: number of tokens of each node.
@@ -107,24 +111,34 @@ class SharedLayout:
 
     @property
     def num_tokens(self) -> int:
-        """Number of packed tokens, T."""
+        """The number of packed tokens, T."""
         return self.tout.shape[0]
 
     @property
     def pairs(self) -> int:
-        """Number of visible (query, key) pairs per head: tokens k..tout[k]-1 see key k."""
+        """The number of (query, key) pairs per head in which the query sees the key.
+
+        The queries k to tout[k] - 1 see key k.
+        """
         first, end, tout = self.nodes.long().unbind(1)
         return int(((end - first) * (2 * tout - first - end + 1)).sum()) // 2
 
     def prepare(
         self, num_heads: int, kv_heads: int, q_shift: int = 0, head_dim: int = 128
     ) -> Tables:
-        """Returns the attention kernels' tables for these heads; the first call builds them.
+        """Returns the tables of the attention kernels for these heads, built by the first call.
 
         All layers and the backward share the tables, and so do head sizes 64 and 128. The copy to
         the GPU does not block the host. A call on another stream makes that stream wait for the
-        copy; compiled code does not. Tables cannot be built inside compiled code or during the
-        capture of a CUDA graph, which raises ValueError: call `prepare` before, on the same stream.
+        copy; compiled code does not. Inside compiled code and during the capture of a CUDA graph,
+        tables cannot be built, and `prepare` raises ValueError: call `prepare` before, on the same
+        stream.
+
+        Args:
+            num_heads: number of query heads, H.
+            kv_heads: number of key heads, Hk.
+            q_shift: row i of q is packed token i + q_shift.
+            head_dim: D.
         """
         key = num_heads, kv_heads, q_shift, KEY_TILES.get(head_dim)
         ready = self.prepared.get(key)
@@ -161,7 +175,10 @@ class SharedLayout:
         return _unchecked, (self.tout, self.nodes)
 
     def to(self, device: torch.device | str) -> "SharedLayout":
-        """Returns a copy on `device`, without tables; a copy to a GPU does not wait for it."""
+        """Returns a copy of the layout, without its tables, on `device`.
+
+        A copy to a GPU does not wait for the GPU.
+        """
         return _unchecked(moved(self.tout, device), self.nodes)
 
 
@@ -188,7 +205,7 @@ def _check_tensors(tout: Any, nodes: Any) -> None:
 
 
 def check_nodes(nodes: Tensor, num_tokens: int) -> None:
-    """Raises ValueError unless each token is in one node and subtrees are nested, depth first."""
+    """Raises ValueError unless each token is in one node and the nodes are in depth-first order."""
     end, path = 0, [num_tokens]  # ends of the subtrees that are open
     for first, stop, tout in nodes.tolist():
         while len(path) > 1 and path[-1] <= first:
@@ -204,14 +221,14 @@ def check_nodes(nodes: Tensor, num_tokens: int) -> None:
 
 
 def check_tout(tout: Tensor, nodes: Tensor) -> None:
-    """Raises ValueError unless tout has the values of the nodes; waits for its device."""
+    """Raises ValueError unless `tout` fits `nodes`; waits for the device of `tout`."""
     if not torch.equal(tout.cpu(), per_token(nodes)):
         got = "tout with other values than those of nodes"
         raise ValueError(need("SharedLayout", got, "tout and nodes of one forest", MAKE))
 
 
 def per_token(nodes: Tensor) -> Tensor:
-    """Returns the `tout` of nodes, on the CPU."""
+    """Computes the `tout` of nodes, on the CPU."""
     return nodes[:, 2].repeat_interleave(nodes[:, 1] - nodes[:, 0])
 
 
@@ -219,7 +236,7 @@ Key = tuple[int, int, int, tuple[int, int, int] | None]  # heads, key heads, q_s
 
 
 class Prepared(NamedTuple):
-    """Tables of a layout, with the stream and GPU on which they were filled."""
+    """The tables of a layout, with the stream and the GPU that filled the tables."""
 
     tables: Tables
     kept: Kept[Tables]
@@ -250,17 +267,23 @@ def _check_heads(num_heads: int, kv_heads: int) -> None:
 
 
 def tensor_of(numbers: Iterable[int]) -> Tensor:
-    """Returns an int64 CPU tensor of the numbers, whatever torch's default device is."""
+    """Returns the numbers as an int64 CPU tensor.
+
+    The default device of torch is ignored.
+    """
     return torch.tensor(list(numbers), dtype=torch.long, device="cpu")
 
 
 def run(first: int, end: int) -> Tensor:
-    """Returns first .. end - 1 as an int64 CPU tensor."""
+    """Returns the integers from `first` to `end - 1` as an int64 CPU tensor."""
     return torch.arange(first, end, device="cpu")
 
 
 def moved(x: Tensor, device: torch.device | str | None) -> Tensor:
-    """Returns x on `device` (x itself if None); a copy to a GPU does not wait for the GPU."""
+    """Returns x on `device`, or x itself if `device` is None.
+
+    A copy to a GPU does not wait for the GPU.
+    """
     if device is None:
         return x
     if torch.device(device).type == "cuda" and not x.is_cuda:
@@ -275,9 +298,10 @@ def layout_of_nodes(
     pad_to: int | None,
     device: torch.device | str | None,
 ) -> SharedLayout:
-    """Returns the layout of a depth-first forest; lengths and parents have been checked.
+    """Returns the layout of a depth-first forest; the caller has checked lengths and parents.
 
-    Raises ValueError, in the name of `op`, if pad_to is no integer or less than the tokens.
+    Raises ValueError if pad_to is not an integer, or is less than the number of tokens. `op` is the
+    function that the error names; the other arguments are those of `SharedLayout.from_forest`.
     """
     lengths, parents = _padded(op, lengths, parents, pad_to)
     ends = tensor_of([0, *lengths]).cumsum(0)

@@ -34,20 +34,25 @@ def pack_prefix_tree(
 ) -> SharedBatch:
     """Packs sequences into a batch that stores each shared prefix once.
 
-    Sequences keep their numbers. A group is the sequences that share their first token.
-    `batch.pack` takes tensors over all tokens, sequence after sequence. Tokens are compared on the
-    host, to which tensors on a GPU are copied.
+    Sequences are numbered by their order in `sequences`, and the batch keeps these numbers.
+    Sequences with the same first token form a group. `SharedBatch.pack` of the returned batch takes
+    tensors with one entry for each token of `sequences`, one sequence after another. Tokens are
+    compared on the host; tensors on a GPU are copied there.
 
     Args:
         sequences: token ids, [n] tensors or lists, n at least 1. A sequence may be a prefix of
-            another, or equal to it.
+            another, or equal to another.
         loss_mask: a flag for each token of each sequence, True for targets. The first token cannot
             be a target, because no token predicts it. If None, all other tokens are targets. A
-            shared token is a target of every sequence whose mask has it.
+            shared token is a target for every sequence whose mask marks the token.
         position_ids: [.., number of tokens of all sequences], one sequence after another, for
-            models whose positions do not count from 0. A shared token takes the position of its
-            first sequence.
-        pad_to: appends padding tokens up to this total. They have id 0 and see only each other.
+            models whose positions do not count from 0. A shared token takes the position that the
+            first of its sequences has.
+        pad_to: the number of packed tokens after padding. Padding tokens have id 0 and see only
+            each other.
+
+    Returns:
+        A `SharedBatch`.
 
     Raises:
         ValueError: a sequence is empty, token ids or masks have a wrong form, a first token is a

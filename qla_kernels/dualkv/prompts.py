@@ -22,9 +22,9 @@ def pack_shared_prompts(
 ) -> SharedBatch:
     """Packs prompts and their responses into a batch: each prompt once, then its responses.
 
-    The targets are all tokens of responses (for those of prompts, see pack_prefix_tree). Sequences
-    are numbered in the order of the arguments. `batch.pack` takes tensors over all tokens, group
-    after group, the prompt first.
+    All tokens of responses are targets; for targets in prompts use `pack_prefix_tree`. Sequences
+    are numbered in the order of the arguments. `SharedBatch.pack` of the returned batch takes
+    tensors with one entry per token, group after group, the prompt before its responses.
 
     Args:
         prompts: token ids of each group's prompt, [P] tensors or lists, P at least 1.
@@ -32,7 +32,11 @@ def pack_shared_prompts(
             response may be empty.
         position_ids: [.., T] in packed order, for models whose positions do not count from 0. If
             None, the positions of a response continue from its prompt.
-        pad_to: appends padding tokens up to this total. They have id 0 and see only each other.
+        pad_to: the number of packed tokens after padding. Padding tokens have id 0 and see only
+            each other.
+
+    Returns:
+        A `SharedBatch`.
 
     Raises:
         ValueError: a prompt is empty, token ids have a wrong form, or there are more than pad_to

@@ -19,7 +19,7 @@ Group = tuple[int, Sequence[int]]  # tokens of the prompt, and of each response
 
 
 def as_list(op: str, name: str, values: Iterable[Any], needs: str, fix: str) -> list[Any]:
-    """Returns the items of `values` as a list; ValueError if it cannot be iterated."""
+    """Returns the items of `values` as a list; raises ValueError if `values` is not iterable."""
     try:
         return list(values)
     except TypeError:
@@ -27,10 +27,9 @@ def as_list(op: str, name: str, values: Iterable[Any], needs: str, fix: str) -> 
 
 
 def group_lengths(op: str, groups: Iterable[Group]) -> list[tuple[int, list[int]]]:
-    """Returns the groups as pairs of an int and a list of ints.
+    """Returns each group as (length of the prompt, [length of each response]), as ints.
 
-    Raises ValueError if a group is not (prompt length, response lengths), or if a length is not an
-    integer of at least 0.
+    Raises ValueError if a group has another form, or if a length is not an integer of at least 0.
     """
     needs, fix = "pairs of lengths", "pass (tokens of the prompt, [tokens of each response])"
     pairs = []
@@ -54,9 +53,10 @@ def group_lengths(op: str, groups: Iterable[Group]) -> list[tuple[int, list[int]
 
 
 def on_host(op: str, name: str, x: Tensor) -> Tensor:
-    """Returns x on the CPU; waits for a GPU. Raises ValueError on meta, where there are no values.
+    """Returns a copy of x on the CPU, or x itself if x is on the CPU; waits for a GPU.
 
-    `name` is the name of the argument in the message.
+    Raises ValueError for a tensor on the device meta, which has no values. `name` is the name of
+    the argument in the error.
     """
     if x.is_meta:
         fix = f"pass {name} on cpu or cuda"
@@ -65,9 +65,9 @@ def on_host(op: str, name: str, x: Tensor) -> Tensor:
 
 
 def token_ids(op: str, name: str, tokens: Tokens, fewest: int = 0) -> Tensor:
-    """Returns `tokens` as a tensor [n] of integers: a tensor unchanged, a list as a CPU tensor.
+    """Returns `tokens` as an integer tensor [n]: a tensor unchanged, a list as a CPU tensor.
 
-    Raises ValueError if they are not integers in one dimension, or fewer than `fewest`.
+    Raises ValueError if `tokens` are not integers in one dimension, or fewer than `fewest`.
     """
     got = described(name, tokens)
     try:
@@ -85,17 +85,20 @@ def token_ids(op: str, name: str, tokens: Tokens, fewest: int = 0) -> Tensor:
 
 
 def as_tensor(x: Tensor | Sequence[int] | Sequence[bool]) -> Tensor:
-    """Returns a tensor unchanged, and anything else as a CPU tensor; raises what torch raises."""
+    """Returns a tensor unchanged, and any other sequence as a CPU tensor.
+
+    Raises the errors of torch.as_tensor.
+    """
     return x if isinstance(x, Tensor) else torch.as_tensor(x, device="cpu")
 
 
 def is_whole(x: Tensor) -> bool:
-    """Returns whether x has an integer dtype; bool does not count as one."""
+    """Returns whether the dtype of x is an integer dtype; bool is not an integer dtype."""
     return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
 def end_to_end(op: str, parts: list[Tensor]) -> Tensor:
-    """Returns all tokens concatenated in one tensor; ValueError if the parts' devices differ."""
+    """Concatenates the parts into one tensor; raises ValueError unless all are on one device."""
     places = sorted({str(x.device) for x in parts})
     if len(places) > 1:
         fix = "move them to one device; a list is taken as a CPU tensor"
@@ -117,9 +120,9 @@ def check_positions(op: str, position_ids: Tensor, source: Tensor) -> None:
 
 
 def check_targets(op: str, targets: Tensor) -> None:
-    """Raises ValueError if targets lie on the CPU and one is negative.
+    """Raises ValueError if targets are on the CPU and one of the targets is negative.
 
-    A negative target would read the logit of another token. Targets on a GPU are not read.
+    A negative target would read the logit of another token. Targets on a GPU are not checked.
     """
     if targets.is_cpu and len(targets) and int(lowest := targets.min()) < 0:
         needs = "targets that are token ids, 0 or more"

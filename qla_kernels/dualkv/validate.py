@@ -44,7 +44,9 @@ def refusal(
     capability: tuple[int, int] | None = None,
     op: str = OP,
 ) -> str | None:
-    """Returns why this version cannot run the call, or None if it can, with or without gradients.
+    """Returns the reason why this version cannot run the call, or None if it can run the call.
+
+    The answer is the same with and without gradients.
 
     Args:
         q, k, v, scale: as in `shared_prefix_attention`, well formed.
@@ -74,9 +76,10 @@ def _reason(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Reason | No
 
 
 def unfit_factor(name: str, x: Any) -> str | None:
-    """Returns why x cannot be a positive factor called `name`, or None if it can.
+    """Returns the reason why x cannot be a positive factor called `name`, or None if it can.
 
-    A tensor must have one element and not require a gradient, because it would get none.
+    A tensor must have one element. The tensor must not require a gradient, because the gradient is
+    not computed.
     """
     if isinstance(x, Tensor):
         if x.requires_grad:
@@ -138,7 +141,7 @@ def check_tensors(
 def check_contents(layout: SharedLayout) -> None:
     """Raises ValueError unless the layout's nodes are a depth-first forest that `tout` agrees with.
 
-    Runs under QLA_CHECK=1, for layouts whose `tout` lies on a GPU. Waits for that.
+    Runs under QLA_CHECK=1, for layouts whose `tout` lies on a GPU, and waits for this GPU.
     """
     check_nodes(layout.nodes, layout.num_tokens)
     check_tout(layout.tout, layout.nodes)

@@ -28,7 +28,8 @@ def shared_prefix_conv1d(
     derivatives are as in `causal_conv1d`.
 
     On a GPU the first call with a layout builds the kernels' tables on the host. Call
-    `prepare_conv1d` to build them earlier; torch.compile and CUDA graph captures require that.
+    `prepare_conv1d` to build the tables earlier; torch.compile and CUDA graph captures require
+    this.
 
     Args:
         x: [T, channels] packed tokens, or [1, channels, T].
@@ -54,7 +55,11 @@ def shared_prefix_conv1d(
 
 
 def prepare_conv1d(layout: SharedLayout, width: int) -> None:
-    """Builds the tables of `shared_prefix_conv1d` for a width, ahead of its first call.
+    """Builds the tables of `shared_prefix_conv1d` before the first call with this layout.
+
+    Args:
+        layout: the layout of the calls.
+        width: W of the weight, from 2 to 4.
 
     Raises ValueError if the width is not supported.
     """

@@ -42,18 +42,19 @@ def shared_prefix_gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """Computes `chunk_gated_delta_rule` over packed sequences that store shared prefixes once.
 
-    Each node of the tree starts from the final state of its parent, such as a response from its
-    prompt's; roots start from 0. Results and gradients equal those of running each sequence alone;
-    the gradient of a shared token is the sum over the sequences that contain it. Two runs give the
-    same bits. Dtypes, strides, derivatives and the arguments that are not listed here are as in
-    `chunk_gated_delta_rule`. There are no initial states, and no sequences split over ranks.
+    Each node of the tree starts from the final state of its parent: a response starts from the
+    final state of its prompt. Roots start from a state of 0. Results and gradients equal those of
+    running each sequence alone; the gradient of a shared token is the sum over the sequences that
+    contain it. Two runs give the same bits. Dtypes, strides, derivatives and the arguments that are
+    not listed here are as in `chunk_gated_delta_rule`. There are no initial states, and no
+    sequences split over ranks.
 
     The final states of nodes with children are saved for the backward: 4 K V bytes per such node
-    and value head. Those of responses are written only with output_final_state.
+    and value head. Final states of responses are written only with output_final_state.
 
     On a GPU the first call with a layout builds the kernels' tables on the host. Call
-    `prepare_gated_delta_rule` to build them earlier; torch.compile and CUDA graph captures require
-    that.
+    `prepare_gated_delta_rule` to build the tables earlier; torch.compile and CUDA graph captures
+    require this.
 
     Args:
         q, k: [1, T, H, K] packed tokens.
@@ -97,8 +98,10 @@ def shared_prefix_gated_delta_rule(
 
 
 def prepare_gated_delta_rule(layout: SharedLayout, output_final_state: bool = False) -> None:
-    """Builds the tables of `shared_prefix_gated_delta_rule` ahead of its first call.
+    """Builds the tables of `shared_prefix_gated_delta_rule` before the first call with this layout.
 
-    `output_final_state` must be that of the calls.
+    Args:
+        layout: the layout of the calls.
+        output_final_state: the value that the calls will pass.
     """
     prepare(layout, flag(TREE_OP, "output_final_state", output_final_state))

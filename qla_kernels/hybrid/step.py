@@ -41,17 +41,19 @@ def decode_gated_delta_net(
     """Decodes one token of each of N sequences in a layer, from input to output projection.
 
     Runs `causal_conv1d_update` on mixed_qkv, then `packed_decode_gated_delta_rule` on the result,
-    in two launches with the same bits. With z the second launch loads its states while the first
-    one runs. Not differentiable.
+    in two launches. The results have the same bits as these two functions. With z the second launch
+    loads its states while the first launch runs. Not differentiable.
 
     Args:
         mixed_qkv: [N, 2 H K + HV V], the output of the projection: H queries, H keys and HV values
-            of each sequence. It is not changed.
-        conv_state: the pool of last tokens [slots, 2 H K + HV V, width - 1 or more], as in
-            `causal_conv1d_update`.
-        conv_weight, conv_bias, conv_activation: the convolution's; [2 H K + HV V, width].
-        state_indices: [N]; a sequence has the same slot in both pools. A sequence of padding
-            changes neither, and its results are 0.
+            of each sequence. This tensor is not changed.
+        conv_state: the pool [slots, 2 H K + HV V, width - 1 or more] of the last tokens of each
+            sequence, as in `causal_conv1d_update`.
+        conv_weight: the weight of the convolution, [2 H K + HV V, width].
+        conv_bias, conv_activation: bias and activation, as in `causal_conv1d_update`.
+        initial_state: the pool of states, as in `packed_decode_gated_delta_rule`.
+        state_indices: [N]; a sequence has the same slot in both pools. For a sequence of padding,
+            neither pool is changed and the results are 0.
 
     Other arguments, results and errors are those of `packed_decode_gated_delta_rule`.
     """

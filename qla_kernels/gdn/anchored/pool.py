@@ -75,7 +75,7 @@ class GdnPool:
         Each slot of a tensor must be contiguous. There may be gaps between slots; g_tail and
         beta_tail must have the same stride between slots. The initial contents do not matter,
         because a new sequence does not read its slot. On a GPU, slots of anchors, k_tail and v_tail
-        must begin at multiples of 16 bytes, and a kernel must have the K of `tensors`.
+        must begin at multiples of 16 bytes, and K must be 64 or 128.
 
         Args:
             tensors: a `qla_kernels.gdn.Slots`, like the attribute `tensors` of a GdnPool.
