@@ -5,9 +5,9 @@
     python -m qla_kernels check gdn.fused_fwd --all                        every variant
 
 Inspection and emulation run at the same time and need no GPU. Of the emulated tests that launch the
-kernel, those of fewest seconds run first, until one fails or the budget is spent; tests that are
-left out are named. The cases are in qla_kernels/selftest; the emulated tests are in the repository
-and not in the wheel. The exit status is 1 if something that ran failed.
+kernel, its cases and those of fewest seconds run first, until one fails or the budget is spent;
+tests that are left out are named. The cases are in qla_kernels/selftest; the emulated tests are in
+the repository and not in the wheel. The exit status is 1 if something that ran failed.
 """
 
 import os

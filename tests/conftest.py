@@ -3,6 +3,7 @@
 import gc
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -45,7 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for item in items
             if any(kernel in mark.args for mark in item.iter_markers("kernels"))
         ]
-        items.sort(key=seconds_of)
+        cheapest_first(items)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     hopper = any(torch.cuda.get_device_capability(i) == HOPPER for i in range(gpus))
     for item in items:
@@ -59,6 +60,17 @@ def seconds_of(item: pytest.Item) -> float:
     """Returns the CPU seconds on record of an emulated test; 1 if it is not on record."""
     found = launched.on_record().get(item.nodeid.removeprefix("tests/emulated/"))
     return found.seconds if found else 1.0
+
+
+def cheapest_first(items: list[pytest.Item]) -> None:
+    """The kernel's own cases first, then one of each test's parameters, then their second ones."""
+    items.sort(key=seconds_of)
+    seen: Counter[str] = Counter()
+    turn: dict[pytest.Item, int] = {}
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        turn[item] = 0 if item.path.name == "test_cases.py" else seen.update([test]) or seen[test]
+    items.sort(key=lambda item: turn[item])
 
 
 @pytest.hookimpl(tryfirst=True)
