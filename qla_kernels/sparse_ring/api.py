@@ -56,10 +56,10 @@ def sparse_attention(
 ) -> Result:
     """Computes causal attention under a vertical-slash mask, on one device; differentiable.
 
-    Query head h reads key head h // (H / Hk). Token i sees token j <= i if j is one of the head's
-    columns, or if the distance between the 64-token blocks of i and j is one of the head's
-    diagonals. The gradients use the same lines (columns and diagonals), which are constants to
-    autograd.
+    Query head h reads key head h // (H / Hk). Token i sees token j <= i if j is a column of the
+    head, or if the distance between the 64-token blocks of i and j is a diagonal of the head.
+    Columns and diagonals are called lines. The gradients use the same lines as the forward; lines
+    are constants to autograd.
 
     Args:
         q: [B, T, H, D], T a multiple of 128; pad at the end, with finite numbers.
@@ -120,27 +120,30 @@ def sparse_ring_attention(
 ) -> Result:
     """Computes `sparse_attention` for a sequence distributed over ranks; differentiable.
 
-    Forward and backward are collective: every rank passes its own L rows and gets their results.
-    The sequence has T = world x L tokens, and the mask is that of the whole sequence. Partial
-    results are fp32 and each result is rounded once, so accuracy does not depend on the number of
-    ranks.
+    Forward and backward are collective: every rank passes its own L rows and gets the results of
+    these rows. The sequence has T = world x L tokens, and the mask is that of the whole sequence.
+    Partial results are fp32 and each result is rounded once, so accuracy does not depend on the
+    number of ranks.
 
     Args:
         q: [B, L, H, D], this rank's rows: `layout.shard` of the whole sequence.
         k, v: [B, L, Hk, D], the same rows, contiguous.
-        group: the ranks, from `RingGroups.create`; make it once and reuse it.
+        group: the ranks, from `RingGroups.create`; create the group once and reuse it.
         layout: StripedLayout(world), ZigZagLayout(world) or ContiguousLayout(world).
         pattern, index, seqlen, scale: as in `sparse_attention`; seqlen counts the whole sequence.
-        schedule: how chunks (one rank's k and v) reach the other ranks. "allgather": all at once;
-            "ring": from rank to rank; "double_ring": around each node at every step, and between
-            nodes once a turn; "auto": chosen from the group and the size of k and v.
-        chunks_per_launch: chunks that each launch but the first reads. None: enough to keep the
-            cost of merging partial results low.
+        schedule: how the chunks reach the other ranks; a chunk is the k and v of one rank.
+            "allgather": all chunks at once. "ring": in world - 1 steps, with one new chunk per rank
+            in each step. "double_ring": in every step chunks move between the ranks of a node; when
+            the ranks of a node have exchanged all chunks that the node holds, each chunk moves to
+            the next node. "auto": chosen from the group and the size of k and v.
+        chunks_per_launch: the number of chunks that one launch reads, with the schedules ring and
+            double_ring. A rank's own chunk, and a chunk that arrives from another node, has a
+            launch of its own. None: enough chunks to keep the cost of merging partial results low.
         return_lse: also return the LSE of this rank's rows, fp32 [B, H, L].
         return_index: also return the index, which is the same on every rank.
         keep_gathered: with the schedule allgather, save k and v of all ranks for the backward,
-            which otherwise gathers them again. Useful with activation checkpointing, where only one
-            layer at a time stores them. No effect with other schedules.
+            which otherwise gathers k and v again. Useful with activation checkpointing, where only
+            one layer at a time stores k and v of all ranks. No effect with other schedules.
 
     Returns:
         o [B, L, H, D] in q's dtype. With return_lse or return_index, a tuple: o, then the LSE if
@@ -149,9 +152,9 @@ def sparse_ring_attention(
     Raises:
         ValueError: arguments do not fit together, or differ between ranks; on every rank.
         Unsupported: this version cannot run the call; on every rank.
-        RingError: a rank died, hangs, or makes different calls; on every other rank. The group's
-            timeouts limit how long a lost rank goes unnoticed; for different calls see
-            agreement.py.
+        RingError: a rank died, hangs, or makes different calls; on every other rank. The timeouts
+            of the group limit the time until a lost rank is noticed. For the time until different
+            calls are noticed, see agreement.py.
     """
     check_group(RING_OP, group)
     lines = (pattern, index, seqlen, scale)
@@ -199,10 +202,10 @@ def build_index(
 ) -> VSIndex:
     """Chooses the lines of a pattern for these q and k, and returns them as a `VSIndex`.
 
-    With `group` and `layout` the call is collective: q and k are this rank's shards, seqlen counts
-    the whole sequence, and every rank gets the same index. Without them q and k are the whole
-    sequence. The index is a constant to autograd, and deterministic. Arguments and errors are those
-    of `sparse_attention` and `sparse_ring_attention`.
+    With `group` and `layout` the call is collective: q and k are the shards of this rank, seqlen
+    counts the whole sequence, and every rank gets the same index. Without `group` and `layout`, q
+    and k are the whole sequence. The index is a constant to autograd, and deterministic. Arguments
+    and errors are those of `sparse_attention` and `sparse_ring_attention`.
     """
     if group is None and layout is None:
         check_tensors(BUILD_OP, q, k, k)

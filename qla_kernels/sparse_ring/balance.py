@@ -29,7 +29,10 @@ OP = "balance_report"
 
 @dataclass(frozen=True)
 class Balance:
-    """Simulated work and times of one call, summed over heads, which run in one launch."""
+    """Simulated work and times of one attention call on a ring; `balance_report` makes it.
+
+    Work and times are sums over heads, because one launch computes all heads.
+    """
 
     work: Array  # [world, steps] tiles of each rank in each step of its ring
     start: Array  # [world, steps] when each step begins, in the unit of t, x and x_outer
@@ -42,17 +45,20 @@ class Balance:
 
     @property
     def id_step(self) -> float:
-        """Imbalance of steps: sum of each step's largest work, divided by the sum of means."""
+        """Imbalance of steps: sum of the largest work of each step, divided by the sum of means."""
         return float(self.work.max(0).sum() / self.work.mean(0).sum())
 
     @property
     def id_within(self) -> float:
-        """Imbalance within ranks: heaviest step divided by mean step, averaged over ranks."""
+        """Imbalance within ranks: heaviest step of a rank by its mean step, mean over ranks."""
         return float((self.work.max(1) / self.work.mean(1)).mean())
 
     @property
     def makespan(self) -> float:
-        """End time of the last rank divided by the mean time that a rank computes; 1 is perfect."""
+        """The end time of the last rank, divided by the mean time for which a rank computes.
+
+        1 is perfect.
+        """
         return float(self.end.max() / (self.end - self.start).sum(1).mean())
 
     def __str__(self) -> str:
@@ -75,25 +81,29 @@ def balance_report(
 ) -> Balance:
     """Simulates one attention call on a ring: when each rank computes each chunk.
 
-    A rank starts a step when it has finished the step before and the step's chunk has arrived.
-    Chunks move from rank to rank, as in the published system; this package does so between nodes,
-    but within a node it sends a chunk straight to each rank. `t`, `x`, `x_outer` and the resulting
-    times share one unit, such as milliseconds.
+    A rank starts a step when it has finished the step before and the step's chunk has arrived. A
+    chunk is the k and v of one rank. The simulated chunks move from rank to rank, as in the
+    published system. This package moves chunks like this between nodes; within a node it sends a
+    chunk straight to each rank. `t`, `x`, `x_outer` and the resulting times share one unit, such as
+    milliseconds.
 
     Args:
-        mask: an index, (columns, diagonals) of each head, or a block mask [T / 64, T / 64].
+        mask: a `VSIndex`, a list of (columns, diagonals) for each head, or a bool mask of blocks,
+            [T / 64, T / 64].
         T: tokens, a multiple of 64 with at least one block for every rank.
         layout: the assignment of tokens to ranks.
-        inner_size: for a double ring, the ranks per node, a divisor of all ranks; None for a ring.
+        inner_size: for a double ring, the number of ranks per node, a divisor of the number of
+            ranks; None for a ring.
         t: time to compute one 64 x 64 tile of one head.
         x: time to send one chunk of k and v to the next rank of the node.
-        x_outer: the same between nodes; the transfer may take a whole turn of the inner ring.
-        columns_last: True counts all columns in the last step, where this package computes them;
-            False counts them in the step of their chunk.
+        x_outer: time to send one chunk of k and v to the next node. The transfer may take as long
+            as all steps within a node together.
+        columns_last: True counts all columns in the last step, as this package computes them. False
+            counts a column in the step whose chunk contains the column.
 
     Returns:
         A `Balance`: work, start and end of each rank's steps, three imbalances and the makespan.
-        It prints as one line.
+        str() of a Balance is one line.
 
     Raises:
         ValueError: an argument has a wrong type or is out of range, or mask, T, layout and
@@ -183,9 +193,10 @@ def _readable_mask(mask: Any, T: int) -> Any:
 
 
 def owners(world: int, inner: int) -> npt.NDArray[np.int64]:
-    """Returns the owner of the chunk that each rank has in each step of a double ring.
+    """Returns which rank's chunk each rank has in each step of a double ring.
 
-    The result is [world, world], by rank and step.
+    The result is [world, world]: entry [rank, step] is the owner of the chunk. `inner` is the
+    number of ranks per node.
     """
     rank, step = np.arange(world)[:, None], np.arange(world)[None, :]
     node = (rank // inner - step // inner) % (world // inner)
@@ -270,9 +281,9 @@ def token_stripe_tiles(diagonals: Sequence[int], T: int, world: int) -> float:
 
 
 class Latencies(NamedTuple):
-    """The times of the parts of one layer's attention, in ms; a model of a ring's time.
+    """Times of the parts of one layer's attention, in ms; `flat` and `hierarchical` add them up.
 
-    `flat` and `hierarchical` assume that a part takes the same time on every rank.
+    Both methods assume that a part takes the same time on every rank.
     """
 
     chunk: float  # attention to one chunk
@@ -289,9 +300,10 @@ class Latencies(NamedTuple):
         return (world - 1) * max(self.chunk, self.outer) + self.chunk + self.fixed
 
     def hierarchical(self, world: int, inner_size: int) -> float:
-        """Returns the time of a double ring, in ms.
+        """Returns the time of a double ring with `inner_size` ranks per node, in ms.
 
-        A transfer between nodes runs during a whole turn of the inner ring.
+        In a turn every rank sees all chunks that its node holds at that time. A transfer between
+        nodes runs during a turn.
         """
         turn = inner_size * max(self.chunk, self.inner)
         return world // inner_size * max(turn, self.outer) + self.fixed

@@ -25,15 +25,16 @@ _created = itertools.count()  # number of the next create(): the same on all ran
 
 
 class Pending:
-    """Transfers in progress, and the tensors that they fill."""
+    """Transfers that are running, and the tensors that receive their data."""
 
     def __init__(self, works: Sequence[dist.Work], received: Sequence[Tensor]) -> None:
         self._works, self._received = list(works), received
 
     def wait(self) -> Sequence[Tensor]:
-        """Waits for the transfers and returns the filled tensors. Raises RingError if one failed.
+        """Waits for the transfers and returns the tensors that received data.
 
-        On a GPU the current stream waits, and the host goes on.
+        On a GPU only the current stream waits; the host does not. Raises RingError if a transfer
+        failed.
         """
         while self._works:  # wait once for each: a second wait in gloo waits for another transfer
             with as_ring_error("a transfer between ranks failed"):
@@ -42,7 +43,7 @@ class Pending:
 
 
 class Swap(NamedTuple):
-    """Tensors sent to rank `to`, and as many received from rank `source`, in order."""
+    """Tensors to send to rank `to`, and tensors to fill with data from rank `source`."""
 
     send: Sequence[Tensor]
     receive: Sequence[Tensor]
@@ -52,21 +53,29 @@ class Swap(NamedTuple):
 
 @dataclass(frozen=True)
 class RankRing:
-    """A group of ranks that send tensors to each other. `group` is None for a single rank."""
+    """A group of ranks that send tensors to each other.
+
+    `group` is None if there is a single rank. `rank` is the number of this rank within the group.
+    """
 
     group: dist.ProcessGroup | None
     rank: int
     size: int
 
     def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor], tag: int) -> Pending:
-        """Starts to send tensors to the next rank, and to receive as many from the one before."""
+        """Starts to send `send` to the next rank, and to fill `receive` from the previous rank.
+
+        Returns the `Pending` transfers. `receive` has as many tensors as `send`. For `tag` see
+        `swap`.
+        """
         return self.swap([Swap(send, receive, self.rank + 1, self.rank - 1)], tag)
 
     def swap(self, swaps: Sequence[Swap], tag: int) -> Pending:
-        """Starts several swaps at once; no rank may occur in two of them.
+        """Starts several swaps at the same time; returns the `Pending` transfers.
 
-        Ranks are taken modulo the ring's size. The tags of simultaneous calls must differ by at
-        least the number of tensors that a rank sends to another one.
+        A rank must not occur in two swaps. Ranks are taken modulo the size of the ring. `tag` is
+        the tag of the first tensor of a swap. The tags of simultaneous calls must differ by at
+        least the number of tensors that a rank sends to another rank.
         """
         received = [x for swap in swaps for x in swap.receive]
         assert self.group is not None, "more than one rank"
@@ -84,10 +93,10 @@ class RankRing:
         return Pending(works, received)
 
     def gather(self, *tensors: Tensor) -> Pending:
-        """Starts to gather each tensor from all ranks to all ranks.
+        """Starts to gather each tensor on all ranks; returns the `Pending` transfers.
 
-        `wait` of the result returns a tensor [size, ...] for each argument; row r is the tensor of
-        rank r.
+        `Pending.wait` returns a tensor [size, ...] for each argument; row r is the tensor of rank
+        r.
         """
         if self.group is None:
             return Pending([], [x[None] for x in tensors])
@@ -99,7 +108,10 @@ class RankRing:
         return Pending([work], gathered)
 
     def sum(self, x: Tensor) -> Pending:
-        """Starts to sum x [size, ...] over all ranks; this rank gets row self.rank of the sum."""
+        """Starts to sum x [size, ...] over all ranks; returns the `Pending` transfer.
+
+        `Pending.wait` returns row self.rank of the sum.
+        """
         own = torch.empty_like(x[0])
         assert self.group is not None, "more than one rank"
         with as_ring_error("a sum over all ranks could not be posted"):
@@ -107,17 +119,17 @@ class RankRing:
         return Pending([work], [own])
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        """Overwrites x with the x of rank `source`, waits for it, and returns x."""
+        """Overwrites x with the x of rank `source` on every rank, waits, and returns x."""
         if self.group is not None:
             with as_ring_error("a broadcast to all ranks failed"):
                 dist.broadcast(x, group=self.group, group_src=source)
         return x
 
     def exchange(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Sends rows of x to all ranks and returns the rows that all ranks sent to this one.
+        """Sends rows of x to all ranks; returns the rows that this rank received.
 
-        x holds sent[r] rows for each rank r, and the result received[r] rows from each rank r, both
-        in rank order.
+        The first sent[0] rows of x go to rank 0, the next sent[1] rows to rank 1, and so on. The
+        result has received[0] rows from rank 0, then received[1] rows from rank 1, and so on.
         """
         if self.group is None:
             return x
@@ -132,12 +144,15 @@ ALONE = RankRing(None, 0, 1)
 
 @dataclass(frozen=True)
 class RingGroups:
-    """The process groups of a ring. All ranks make them together, once: `create` or `from_mesh`.
+    """The process groups of a ring of ranks; all ranks call `create` or `from_mesh` together.
 
-    `whole` has all ranks, `inner` those of this node, `outer` those of this number on all nodes:
-    rank r is number r % inner.size of node r // inner.size. Inner and outer rings have their own
-    groups, because transfers of one group wait for each other, and a transfer inside a node must
-    not wait for one between nodes. `agreement` has two more groups, in which hosts compare calls.
+    `whole` has all ranks of the ring, and `inner` the ranks of this node. `outer` has one rank of
+    each node: the ranks that have the same number within their node as this rank. Rank r has the
+    number r % inner.size within node r // inner.size.
+
+    `inner` and `outer` have separate process groups, because transfers of one group wait for each
+    other, and a transfer inside a node must not wait for a transfer between nodes. `agreement` has
+    two more groups, in which the hosts compare calls.
     """
 
     whole: RankRing
@@ -147,12 +162,12 @@ class RingGroups:
 
     @property
     def world(self) -> int:
-        """Number of ranks of the ring."""
+        """The number of ranks of the ring."""
         return self.whole.size
 
     @property
     def rank(self) -> int:
-        """Number of this rank within the ring."""
+        """The number of this rank within the ring."""
         return self.whole.rank
 
     @classmethod
@@ -165,8 +180,8 @@ class RingGroups:
     ) -> "RingGroups":
         """Makes the process groups of a ring and returns them.
 
-        Collective over all ranks of the job, including ranks of other rings; each rank passes its
-        own ring.
+        Collective over all ranks of the job, including ranks of other rings; each rank passes the
+        `group` of its own ring.
 
         Args:
             group: process group of the ring's ranks, ascending; None for all ranks of the job.
@@ -190,7 +205,14 @@ class RingGroups:
         timeout: timedelta = timedelta(seconds=120),
         side_timeout: timedelta = timedelta(seconds=30),
     ) -> "RingGroups":
-        """Does the same as `create` for a DeviceMesh: (ranks) or (nodes, ranks of a node)."""
+        """Makes the process groups of a ring from a DeviceMesh.
+
+        Args:
+            mesh: a mesh with the dimensions (ranks) or (nodes, ranks of a node).
+            timeout, side_timeout: as in `create`.
+
+        Other properties and the errors are those of `create`.
+        """
         if mesh.ndim > 2:
             got, needs = f"mesh has {mesh.ndim} dimensions", "1 or 2: (nodes, ranks of a node)"
             fix = "pass a slice of it, such as mesh['node', 'ring']"
@@ -237,10 +259,11 @@ class RingGroups:
 
         Args:
             op: the name of the function.
-            facts: its arguments by name. A difference between ranks is a ValueError on every rank.
-            problem: the error in this rank's arguments, if any. This rank raises it; other ranks
-                raise a ValueError that quotes it.
-            again: compare even if the ranks have agreed on these facts before.
+            facts: the arguments of the call, by name. A difference between ranks is a ValueError on
+                every rank.
+            problem: the error in the arguments of this rank, if any. This rank raises `problem`;
+                other ranks raise a ValueError with the text of `problem`.
+            again: compare the facts even if the ranks have agreed on the same facts before.
         """
         if self.agreement is not None:
             error = None if problem is None else f"{type(problem).__name__}: {problem}"

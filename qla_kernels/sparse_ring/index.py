@@ -17,9 +17,9 @@ from qla_kernels.sparse_ring.shapes import BLOCK, WORD
 
 
 class VSIndex(NamedTuple):
-    """The columns and diagonals of a mask, for each query head of each batch row.
+    """The lines (columns and diagonals) of a mask, for each query head of each batch row.
 
-    `to_lists`, `check` and `described(True)` copy contents to the host, and wait for a GPU.
+    `to_lists`, `check` and `described(True)` copy the lines to the host, and wait for a GPU.
     """
 
     v_idx: Tensor  # int32 [B, H, max_v] columns, ascending, then T in unused places
@@ -30,20 +30,23 @@ class VSIndex(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """Number of blocks of 64 tokens."""
+        """The number of blocks of 64 tokens in the sequence."""
         return self.T // BLOCK
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the index's tensors."""
+        """The number of bytes of all tensors of the index."""
         return sum(x.numel() * x.element_size() for x in self[:4])
 
     def diagonals(self) -> Tensor:
-        """Returns bool [B, H, blocks]: True for active diagonals."""
+        """Returns bool [B, H, blocks]: entry d is True if the mask contains diagonal d."""
         return diagonals(self.d_bits, self.blocks)
 
     def density(self) -> Tensor:
-        """Returns the share of causal (query, key) pairs that the mask contains, fp64 [B, H]."""
+        """Returns the share of the causal (query, key) pairs that are in the mask.
+
+        The result is fp64 [B, H].
+        """
         active, blocks = self.diagonals(), self.blocks
         size = torch.full((blocks,), BLOCK * BLOCK, device=active.device)
         size[0] = BLOCK * (BLOCK + 1) // 2
@@ -65,7 +68,7 @@ class VSIndex(NamedTuple):
         return (self.diagonals()[..., distance] | columns) & (token <= token[:, None])
 
     def to_lists(self) -> list[list[tuple[list[int], list[int]]]]:
-        """Returns (columns, diagonals), two lists of ints, for each head of each batch row."""
+        """Returns the lines of each head as lists of ints: result[b][h] is (columns, diagonals)."""
         active = self.diagonals()
         return [
             [
@@ -76,15 +79,16 @@ class VSIndex(NamedTuple):
         ]
 
     def runs(self) -> Tensor:
-        """Returns the mean length of a run of consecutive active diagonals, fp64 [B, H]."""
+        """Returns the mean number of diagonals in a run of consecutive diagonals, fp64 [B, H]."""
         active = self.diagonals()
         starts = active & ~torch.nn.functional.pad(active, (1, 0))[..., :-1]
         return active.sum(-1).double() / starts.sum(-1)
 
     def described(self, contents: bool) -> str:
-        """Returns the text that ranks compare: the shapes, and with `contents` a hash of the lines.
+        """Returns a text that describes the index, which ranks compare.
 
-        The hash waits for a GPU.
+        The text has the shapes. With `contents` it also has a hash of the lines, which waits for a
+        GPU.
         """
         shapes = f"{[tuple(x.shape) for x in self[:3]]} for {self.T} tokens"
         if not contents:
@@ -93,10 +97,11 @@ class VSIndex(NamedTuple):
         return f"{shapes}, contents {hashlib.sha256(lines).hexdigest()}"
 
     def check_form(self, op: str, B: int, H: int, T: int, on: torch.device) -> None:
-        """Raises ValueError unless the index has the shapes, dtypes, T and device of this call.
+        """Raises ValueError unless the index fits a call with these sizes on the device `on`.
 
-        Kernels rely on these. Wrong contents cannot make a kernel access memory outside its
-        tensors, so they are not read.
+        Shapes, dtypes, T and device are checked, because kernels rely on these. The contents are
+        not checked: wrong contents cannot make a kernel access memory outside its tensors. `op` is
+        the function that the error names.
         """
         v, n, d = self[:3]
         words, kind = -(-T // (BLOCK * WORD)), torch.int32
@@ -115,9 +120,10 @@ class VSIndex(NamedTuple):
                 raise ValueError(need(op, got, needs, fix))
 
     def check(self, op: str) -> None:
-        """Raises ValueError unless columns ascend below T and every head has diagonal 0.
+        """Raises ValueError unless columns ascend and are below T, and every head has diagonal 0.
 
-        Waits for a GPU; the public functions call it under QLA_CHECK=1 only.
+        Waits for a GPU, so the public functions call this check under QLA_CHECK=1 only. `op` is the
+        function that the error names.
         """
         v, n = self.v_idx, self.v_cnt[..., None]
         slot = torch.arange(v.shape[-1], device=v.device)

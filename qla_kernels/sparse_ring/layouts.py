@@ -22,10 +22,11 @@ Numbers = TypeVar("Numbers", int, Tensor)
 
 @dataclass(frozen=True)
 class Layout:
-    """Base class of the layouts: maps tokens to ranks and rows, and moves shards between ranks.
+    """Base class of the layouts: which rank holds which tokens of a sequence, and in which row.
 
-    `world` is the number of ranks. T in the methods is the number of tokens with padding, as
-    `pad_len` returns it.
+    `world` is the number of ranks. The shard of a rank is the tensor of the tokens that the rank
+    holds, one row per token. In all methods, T is the number of tokens of the whole sequence after
+    padding, as `pad_len` returns it; a token index counts from 0 within this sequence.
     """
 
     world: int
@@ -38,73 +39,102 @@ class Layout:
             raise ValueError(need(name, f"world is {self.world}", "at least 1 rank", fix))
 
     def owner(self, token: Numbers, T: int) -> Numbers:
-        """Returns the rank that holds a token."""
+        """Returns the rank that holds the token at index `token` of the sequence."""
         raise NotImplementedError
 
     def local(self, token: Numbers, T: int) -> Numbers:
-        """Returns the row of a token within the shard of its owner."""
+        """Returns the row that the token at index `token` has in the shard of its rank."""
         raise NotImplementedError
 
     def position(self, rank: int, row: Numbers, T: int) -> Numbers:
-        """Returns the token in row `row` of a rank's shard."""
+        """Returns the index in the sequence of the token in row `row` of the shard of `rank`."""
         raise NotImplementedError
 
     def ranges(self, rank: int, T: int) -> list[tuple[int, int, int]]:
-        """Returns the ranges of the sequence with the rank's blocks of 64 tokens.
+        """Returns the blocks of 64 tokens that `rank` holds, as a list of ranges.
 
-        A range is (first block, end block, number of the first block within the shard). A striped
-        shard has one range over the whole sequence; the rank holds every world-th stripe of it.
+        A range is (first block, end block, first block within the shard). The first two count
+        blocks of the sequence; the third is the place in the shard of the first block of the range.
+        In a striped layout the only range is the whole sequence, of which the rank holds every
+        world-th stripe.
         """
         raise NotImplementedError
 
     @property
     def unit(self) -> int:
-        """Every valid T is a multiple of this number of tokens."""
+        """The number of tokens of which every valid T is a multiple."""
         return self.world * TILE
 
     @property
     def stripe_blocks(self) -> int:
-        """Blocks of 64 tokens in one stripe; 1 in layouts without stripes."""
+        """The number of blocks of 64 tokens in a stripe; 1 in layouts without stripes."""
         return 1
 
     @property
     def buckets(self) -> int:
-        """Number of ranks among which stripes are distributed; 1 in layouts without stripes.
+        """The number of ranks among which stripes are distributed; 1 in layouts without stripes.
 
-        Entries of plan.Table are sorted into this many buckets.
+        The entries of plan.Table are sorted into this number of buckets.
         """
         return 1
 
     @property
     def gap(self) -> int:
-        """Blocks of the sequence from a query tile's first block to its second; 1 if adjacent."""
+        """The distance in the sequence between the two blocks of a query tile, in blocks.
+
+        A query tile has two adjacent blocks of a shard. The distance is 1 if the blocks are also
+        adjacent in the sequence.
+        """
         return 1
 
     def pad_len(self, length: int) -> int:
-        """Returns the smallest valid T for `length` tokens; padding goes to the sequence's end."""
+        """Returns the smallest valid T that is at least `length`.
+
+        Append the padding to the end of the sequence.
+        """
         return -(-max(length, 1) // self.unit) * self.unit
 
     def positions(self, T: int, rank: int) -> Tensor:
-        """Returns the tokens of a rank's shard, int64 [T / world], for position_ids of a model."""
+        """Returns the token index of each row in the shard of `rank`, int64 [T / world].
+
+        Pass the result as position_ids to a model that runs on shards.
+        """
         self._require_padded(T)
         self._require_rank(rank)
         return self.position(rank, torch.arange(T // self.world, device="cpu"), T)
 
     def perm(self, T: int) -> Tensor:
-        """Returns the tokens of all shards, concatenated in the order of ranks; int64 [T]."""
+        """Returns the token indices of all shards, concatenated in the order of ranks; int64 [T].
+
+        `x[layout.perm(T)]` has the shard of rank 0 first, then the shard of rank 1, and so on.
+        """
         return torch.cat([self.positions(T, rank) for rank in range(self.world)])
 
     def shard(self, x: Tensor, dim: int, rank: int) -> Tensor:
-        """Returns a rank's shard of the whole tensor x, whose dimension `dim` has T tokens."""
+        """Returns the shard of `rank`, copied from the tensor x of the whole sequence.
+
+        Args:
+            x: a tensor whose dimension `dim` has the T tokens of the sequence.
+            dim: the dimension of the tokens.
+            rank: a number from 0 to world - 1.
+        """
         dim = _dimension(f"{type(self).__name__}.shard", x, dim)
         return x.index_select(dim, self.positions(x.shape[dim], rank).to(x.device))
 
     @ends_a_graph
     def unshard(self, x: Tensor, dim: int, group: RingGroups) -> Tensor:
-        """Returns the whole tensor on every rank, from the shards x of all ranks.
+        """Gathers the shards of all ranks; returns the tensor of the whole sequence on every rank.
 
-        Collective, not differentiable. Raises ValueError on every rank if arguments are wrong or
-        differ between ranks, and RingError if a rank is lost.
+        Collective, not differentiable.
+
+        Args:
+            x: the shard of this rank.
+            dim: the dimension of the tokens.
+            group: the ranks.
+
+        Raises:
+            ValueError: arguments are wrong, or differ between ranks; on every rank.
+            RingError: a rank is lost.
         """
         self._agree("unshard", x, dim, group, self)
         (parts,) = group.whole.gather(x.detach().movedim(dim, 0).contiguous()).wait()
@@ -113,9 +143,18 @@ class Layout:
 
     @ends_a_graph
     def exchange(self, x: Tensor, dim: int, source: "Layout", group: RingGroups) -> Tensor:
-        """Converts x, this rank's shard in layout `source`, to its shard in this layout.
+        """Converts a shard in the layout `source` to the shard in this layout.
 
-        Collective, by one all_to_all; not differentiable. Raises the errors of `unshard`.
+        Collective, by one all_to_all; not differentiable.
+
+        Args:
+            x: the shard of this rank in the layout `source`.
+            dim: the dimension of the tokens.
+            source: the layout of x.
+            group: the ranks.
+
+        Raises:
+            ValueError, RingError: as in `unshard`.
         """
         self._agree("exchange", x, dim, group, source)
         T, rank = self.world * x.shape[dim], group.rank
@@ -191,19 +230,19 @@ class ContiguousLayout(Layout):
     """Cuts the sequence into `world` equal parts; rank r holds part r."""
 
     def owner(self, token: Numbers, T: int) -> Numbers:
-        """Returns the rank that holds a token."""
+        """Returns the rank that holds the token at index `token` of the sequence."""
         return token // (T // self.world)
 
     def local(self, token: Numbers, T: int) -> Numbers:
-        """Returns the row of a token within the shard of its owner."""
+        """Returns the row that the token at index `token` has in the shard of its rank."""
         return token % (T // self.world)
 
     def position(self, rank: int, row: Numbers, T: int) -> Numbers:
-        """Returns the token in row `row` of a rank's shard."""
+        """Returns the index in the sequence of the token in row `row` of the shard of `rank`."""
         return rank * (T // self.world) + row
 
     def ranges(self, rank: int, T: int) -> list[tuple[int, int, int]]:
-        """Returns the ranges (first block, end block, first local block) of a rank."""
+        """Returns the blocks of 64 tokens that `rank` holds, in the form of `Layout.ranges`."""
         blocks = T // self.world // BLOCK
         return [(rank * blocks, (rank + 1) * blocks, 0)]
 
@@ -217,26 +256,26 @@ class ZigZagLayout(Layout):
 
     @property
     def unit(self) -> int:
-        """Every valid T is a multiple of this number of tokens."""
+        """The number of tokens of which every valid T is a multiple."""
         return 2 * self.world * TILE
 
     def owner(self, token: Numbers, T: int) -> Numbers:
-        """Returns the rank that holds a token."""
+        """Returns the rank that holds the token at index `token` of the sequence."""
         return self._mirrored(token // self._part(T))
 
     def local(self, token: Numbers, T: int) -> Numbers:
-        """Returns the row of a token within the shard of its owner."""
+        """Returns the row that the token at index `token` has in the shard of its rank."""
         part = self._part(T)
         return token % part + token // part // self.world * part
 
     def position(self, rank: int, row: Numbers, T: int) -> Numbers:
-        """Returns the token in row `row` of a rank's shard."""
+        """Returns the index in the sequence of the token in row `row` of the shard of `rank`."""
         part = self._part(T)
         second = row // part
         return (rank + second * (2 * self.world - 1 - 2 * rank)) * part + row % part
 
     def ranges(self, rank: int, T: int) -> list[tuple[int, int, int]]:
-        """Returns the ranges (first block, end block, first local block) of a rank."""
+        """Returns the blocks of 64 tokens that `rank` holds, in the form of `Layout.ranges`."""
         blocks, mirror = self._part(T) // BLOCK, 2 * self.world - 1 - rank
         first = (rank * blocks, (rank + 1) * blocks, 0)
         return [first, (mirror * blocks, (mirror + 1) * blocks, blocks)]
@@ -269,32 +308,32 @@ class StripedLayout(Layout):
 
     @property
     def stripe_blocks(self) -> int:
-        """Blocks of 64 tokens in one stripe."""
+        """The number of blocks of 64 tokens in a stripe."""
         return self.stripe // BLOCK
 
     @property
     def buckets(self) -> int:
-        """Number of ranks among which stripes are distributed."""
+        """The number of ranks among which stripes are distributed."""
         return self.world
 
     @property
     def gap(self) -> int:
-        """Blocks of the sequence from a query tile's first block to its second; 1 if adjacent."""
+        """The distance in the sequence between the two blocks of a query tile, in blocks."""
         return self.world if self.stripe == BLOCK else 1
 
     def owner(self, token: Numbers, T: int) -> Numbers:
-        """Returns the rank that holds a token."""
+        """Returns the rank that holds the token at index `token` of the sequence."""
         return token // self.stripe % self.world
 
     def local(self, token: Numbers, T: int) -> Numbers:
-        """Returns the row of a token within the shard of its owner."""
+        """Returns the row that the token at index `token` has in the shard of its rank."""
         return token // (self.stripe * self.world) * self.stripe + token % self.stripe
 
     def position(self, rank: int, row: Numbers, T: int) -> Numbers:
-        """Returns the token in row `row` of a rank's shard."""
+        """Returns the index in the sequence of the token in row `row` of the shard of `rank`."""
         turn = row // self.stripe * self.world + rank
         return turn * self.stripe + row % self.stripe
 
     def ranges(self, rank: int, T: int) -> list[tuple[int, int, int]]:
-        """Returns the ranges (first block, end block, first local block) of a rank."""
+        """Returns the blocks of 64 tokens that `rank` holds, in the form of `Layout.ranges`."""
         return [(0, T // BLOCK, 0)]

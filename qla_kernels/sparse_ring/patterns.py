@@ -24,9 +24,9 @@ Lines = tuple[tuple[int, ...], ...]  # one tuple for each query head, or one for
 class VerticalSlash:
     """A pattern that estimates the lines of each head from the last complete block of queries.
 
-    Each head gets the lines with the most attention of that block, until they reach a target share
-    of it. Verticals are single key columns, slashes are diagonals of 64 x 64 blocks. Forced lines
-    are always included.
+    A line is a vertical (one key column) or a slash (a diagonal of 64 x 64 blocks). Each head gets
+    the lines with most of the attention of that block. Lines are added until they hold a target
+    share of this attention. Forced lines are always part of the mask.
     """
 
     recall_v: float = 0.95  # target share of the verticals
@@ -73,10 +73,15 @@ class VerticalSlash:
 
 @dataclass(frozen=True)
 class FixedVerticalSlash:
-    """A pattern of fixed lines: columns as tokens, diagonals as distances in blocks of 64 tokens.
+    """A pattern of fixed lines, which do not depend on q and k.
+
+    Args:
+        v_idx: columns, as token indices.
+        d_idx: diagonals, as distances in blocks of 64 tokens. Diagonal 0 is always part of the
+            mask.
 
     Each argument is one list for all query heads, or a list for each head. Arrays and tensors are
-    accepted too. Diagonal 0 is always part of the mask.
+    accepted too.
     """
 
     v_idx: Any
@@ -91,7 +96,7 @@ class FixedVerticalSlash:
     def described(self) -> str:
         """A short text that ranks compare: the numbers of heads, and a SHA-256 of all lines.
 
-        A list of the lines of 32 heads would take megabytes.
+        The lines themselves would be too long: those of 32 heads take megabytes.
         """
         contents = hashlib.sha256()
         for lines in (self.v_idx, self.d_idx):
@@ -103,7 +108,7 @@ class FixedVerticalSlash:
 
 @dataclass(frozen=True)
 class Dense:
-    """A pattern for plain causal attention with the same kernels: every diagonal, no column."""
+    """A pattern for full causal attention with the sparse kernels: all diagonals, no columns."""
 
 
 Pattern = VerticalSlash | FixedVerticalSlash | Dense

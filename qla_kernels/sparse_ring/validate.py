@@ -153,7 +153,7 @@ def defaults(
 def check_lines(
     op: str, q: Tensor, T: int, seqlen: int, pattern: Pattern | None, index: VSIndex | None
 ) -> None:
-    """Raises ValueError unless there is one of pattern and index, and it fits q, T and seqlen."""
+    """Raises ValueError unless either pattern or index is passed, and fits q, T and seqlen."""
     if (pattern is None) == (index is None):
         got = f"{'neither' if pattern is None else 'both'} of pattern and index were passed"
         fix = "pass pattern=VerticalSlash(), or index=build_index(q, k, pattern)"
@@ -195,7 +195,7 @@ def check_group(op: str, group: RingGroups | None) -> RingGroups:
 def check_ring(
     op: str, layout: Layout | None, world: int, schedule: str, chunks_per_launch: int | None
 ) -> None:
-    """Raises ValueError unless layout, schedule and chunks_per_launch fit a ring of `world`."""
+    """Raises ValueError unless layout, schedule and chunks_per_launch fit `world` ranks."""
     check_layout(op, layout, world)
     if not isinstance(schedule, str) or schedule not in SCHEDULES:
         got, needs = f"schedule is {schedule!r}", ", ".join(SCHEDULES)
