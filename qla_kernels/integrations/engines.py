@@ -19,7 +19,10 @@ KNOWN = {"vllm": ("0.33.0",), "sglang": ("0.5.23",)}
 
 
 def unknown_version(engine: str) -> str | None:
-    """Returns why the plug-in does not work with the installed engine, or None if it does."""
+    """Returns the reason why the plug-in does not fit the installed engine, or None if it fits.
+
+    `engine` is "vllm" or "sglang".
+    """
     try:
         got = f"{engine} {metadata.version(engine).partition('+')[0]}"
     except metadata.PackageNotFoundError:
@@ -31,9 +34,10 @@ def unknown_version(engine: str) -> str | None:
 
 
 def say_ran(engine: str, what: str, device: torch.device) -> None:
-    """Logs once per process that a plug-in launched its first call of this kind.
+    """Logs that a call of an engine ran on our kernels, once per process for each kind of call.
 
-    A replay of a CUDA graph runs no Python, and logs nothing.
+    `engine` is the name of the engine, and `what` names the kind of call. Calls that are replayed
+    from a CUDA graph run no Python, so they log nothing.
     """
     if not torch.compiler.is_compiling():
         _say_first(engine, what, str(device))
@@ -45,14 +49,14 @@ def _say_first(engine: str, what: str, where: str) -> None:
 
 
 def plug_in_of_vllm() -> str:
-    """Returns a text: whether the plug-in fits the installed vLLM, and whether it is on."""
+    """Returns a sentence: whether the plug-in fits the installed vLLM, and whether it is on."""
     named = os.environ.get("VLLM_PLUGINS")
     on = "on" if "qla_kernels" in (named or "").split(",") else "off"
     return _fits("vllm", f"VLLM_PLUGINS is {'not set' if named is None else repr(named)}: {on}")
 
 
 def plug_in_of_sglang() -> str:
-    """Returns a text: whether the plug-in fits the installed SGLang, and how to switch it on."""
+    """Returns a sentence: whether the plug-in fits the installed SGLang, and how to enable it."""
     return _fits(
         "sglang", "on by --linear-attn-prefill-backend qla and --linear-attn-decode-backend qla"
     )

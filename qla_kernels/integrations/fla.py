@@ -50,7 +50,10 @@ _asked: Any = None  # our latest backend in FLA's registry; FLA skips our earlie
 
 
 class Status(NamedTuple):
-    """Whether FLA asks our backend, and how many calls it took; str(status) is a sentence."""
+    """Whether FLA asks our backend, and how many calls our backend ran.
+
+    str(status) is a sentence.
+    """
 
     registered: bool  # and not unregistered since
     off: tuple[str, ...]  # settings that switch our backend off although it is registered
@@ -79,7 +82,8 @@ def register(prefer: bool = True) -> bool:
         prefer: True asks our backend before FlashQLA, False after it.
 
     Returns:
-        True if FLA will ask our backend. If not, a warning names the variable that switched it off.
+        True if FLA will ask our backend. If not, a warning names the environment variable that
+        switches our backend off.
 
     Raises:
         Unsupported: FLA cannot be imported, or is too old to have backends.
@@ -96,14 +100,14 @@ def register(prefer: bool = True) -> bool:
 
 
 def unregister() -> bool:
-    """Undoes `register`. Returns whether our backend was registered."""
+    """Undoes `register`; returns whether our backend was registered before."""
     global _asked
     before, _asked = _asked, None
     return before is not None
 
 
 def status() -> Status:
-    """Returns whether FLA asks our backend, and how many calls it took since `register`."""
+    """Returns whether FLA asks our backend, and how many calls our backend ran since `register`."""
     if (ours := _asked) is None:
         return Status(False, (), None, 0, 0, None)
     off = []
@@ -154,11 +158,11 @@ def declined(
     chunk_size: int = CHUNK_SIZES[-1],
     **others: Any,
 ) -> str | None:
-    """Returns why our backend declines a call of FLA's function, or None if it runs the call.
+    """Returns the reason why our backend declines a call of FLA's function, or None.
 
     The arguments are those of FLA's function, and may be malformed. For a malformed call with a
-    cp_context it returns None: our function then raises the error on all ranks. Logs a warning,
-    once, for unknown keywords, most of which FLA silently ignores.
+    cp_context the result is None, because our function then raises the error on all ranks. Unknown
+    keywords log a warning once, because FLA silently ignores most of them.
     """
     if others:
         _warn_of_keywords(*sorted(others))

@@ -18,7 +18,10 @@ AFTER_PADDING = ("create_position_ids_from_input_ids", "create_position_ids_from
 
 
 def layer_kinds(model: Any) -> tuple[str, ...]:
-    """Returns the kind of each layer, from the config of a model or layer, or from a config."""
+    """Returns the kind of each layer of a model, such as "full_attention".
+
+    `model` is a model, a layer or a config.
+    """
     text = text_config(model)
     # models of transformers 4 use the second name
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
@@ -26,15 +29,18 @@ def layer_kinds(model: Any) -> tuple[str, ...]:
 
 
 def text_config(model: Any) -> Any:
-    """Returns the config of a model's decoder; `model` may be a config."""
+    """Returns the config of the decoder of a model.
+
+    `model` is a model or its config.
+    """
     config = getattr(model, "config", model)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def other_layers(model: Any, linear: bool = False) -> Complaint | None:
-    """Returns a complaint about layers besides full attention, or None.
+    """Returns an error text (got, needs) for layers that do not have full attention, or None.
 
-    `linear` accepts layers of linear attention.
+    With `linear`, layers of linear attention are allowed too.
     """
     others = sorted(
         {*layer_kinds(model)} - {"full_attention", "attention"} - ({LINEAR} if linear else set())
@@ -48,11 +54,13 @@ def other_layers(model: Any, linear: bool = False) -> Complaint | None:
 
 
 def anything_else(model: Any, linear: bool = False) -> Complaint | None:
-    """Returns a complaint about a property of a model or config that our attention lacks, or None.
+    """Returns an error text (got, needs) for a property that our attention lacks, or None.
 
     Such properties are recurrent layers, windows, capped scores, dropout, attention to later
-    tokens, an attention that cannot be replaced, and positions that do not begin at 0. `linear`
-    accepts layers of linear attention.
+    tokens, an attention that cannot be replaced, and positions that do not begin at 0. With
+    `linear`, layers of linear attention are allowed.
+
+    `model` is a model or its config.
     """
     if (complaint := other_layers(model, linear)) is not None:
         return complaint
@@ -88,11 +96,12 @@ def _exchangeable(model: Any, kinds: tuple[str, ...]) -> bool:
 
 
 def looks_ahead(module: nn.Module, is_causal: bool | None) -> str | None:
-    """Returns why a layer may not be causal, or None if it is causal.
+    """Returns the reason why a layer may see later tokens, or None if the layer is causal.
 
-    As in transformers, the keyword is_causal takes precedence over the layer's attribute, which is
-    False for encoders and cross-attention. Some encoders have neither; every causal layer has the
-    attribute, because transformers' FlashAttention requires it.
+    As in transformers, the keyword is_causal takes precedence over the layer's attribute is_causal,
+    which is False for encoders and cross-attention. Some encoders have neither the keyword nor the
+    attribute. Every causal layer has the attribute, because transformers' FlashAttention requires
+    it.
     """
     if is_causal is None:
         is_causal = getattr(module, "is_causal", None)

@@ -4,9 +4,9 @@ from torch import Tensor
 
 
 def readable(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns q, k and v, each as a contiguous copy if its last stride is not 1.
+    """Returns q, k and v; a tensor whose last stride is not 1 is copied to a contiguous tensor.
 
-    A convolution returns such tensors. Our public functions refuse them and leave the copy to the
+    Convolutions return such tensors. Our public functions refuse them and leave the copy to the
     caller; here the caller is another library.
     """
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))

@@ -67,9 +67,10 @@ def convolution(
     shared_prefix: SharedLayout,
     seq_idx: Tensor | None = None,
 ) -> Tensor:
-    """Runs a layer's causal convolution over the nodes of a layout.
+    """Runs the causal convolution of a layer over the nodes of a layout.
 
-    x and the result are [1, C, T], weight is [C, W]. Raises ValueError as `rule` does.
+    x and the result are [1, C, T], weight is [C, W]. Raises ValueError for more than one row, or
+    for seq_idx beside the layout.
     """
     _check_row(x.shape[0], x.shape[2], shared_prefix)
     _check_alone("seq_idx", seq_idx)
@@ -88,12 +89,13 @@ def of_rows(
     cu_seq_lens_q: Tensor | None = None,
     **_: Any,
 ) -> Tensor | None:
-    """Runs a layer's causal convolution without a layout, or returns None if ours cannot run.
+    """Runs the causal convolution of a layer without a layout, or returns None.
 
-    x and the result are [B, C, T]. Each row is a sequence, or one row is packed with cu_seq_lens_q.
-    Channels of the result are adjacent, as the gated delta rule reads them. Returns None for what
-    `causal_conv1d` refuses, and for packed sequences with seq_idx alone, whose bounds are not known
-    without waiting for the GPU.
+    x and the result are [B, C, T]. Each row is one sequence; with cu_seq_lens_q, a single row holds
+    several packed sequences. The channels of the result are adjacent in memory, as the gated delta
+    rule reads them. Returns None for calls that `causal_conv1d` refuses. Also returns None for
+    packed sequences with seq_idx but without cu_seq_lens_q, because reading the bounds would wait
+    for the GPU.
     """
     apart = seq_idx is not None or cu_seq_lens_q is not None
     if activation not in ACTIVATIONS or (apart and (cu_seq_lens_q is None or x.shape[0] != 1)):
@@ -114,9 +116,10 @@ def check_apart(
     bounds: Tensor | None,
     follows: bool,
 ) -> None:
-    """Raises Unsupported for a pack whose sequences the layer's own convolution would mix.
+    """Raises Unsupported for packed sequences that the layer's own convolution would mix.
 
-    Called if `of_rows` returned None. `follows`: the layer's own convolution uses seq_idx.
+    The caller calls this function if `of_rows` returned None. `follows` is True if the layer's own
+    convolution uses seq_idx.
     """
     if (seq_idx is None and bounds is None) or (follows and seq_idx is not None):
         return
@@ -159,11 +162,13 @@ def _check_alone(name: str, tensor: Tensor | None) -> None:
 
 
 class PackedCall:
-    """The sequences of a decoder layer's current call: its layout, or bounds and seq_idx, or None.
+    """The sequences of a decoder layer's current call: a layout, or bounds and seq_idx, or None.
 
-    Layers before transformers 5.14 do not pass these on. Two hooks of the decoder layer set and
-    remove them; the second also runs after an error. It raises unless the layer asked for the
-    layout twice, for the convolution and for the rule: a replaced forward may call other functions.
+    Layers before transformers 5.14 do not pass layout, bounds and seq_idx to the functions that
+    they call. Therefore two hooks of the decoder layer set and remove these fields; the second hook
+    also runs after an error. The second hook raises Unsupported unless the layer asked for the
+    layout twice, once for the convolution and once for the rule, because a replaced forward may
+    call other functions.
     """
 
     def __init__(self, mixes: bool) -> None:
@@ -175,19 +180,19 @@ class PackedCall:
         self.hooks: tuple[Any, ...] = ()
 
     def watch(self, decoder_layer: nn.Module) -> None:
-        """Installs the hooks."""
+        """Installs the two hooks on a decoder layer."""
         begin = decoder_layer.register_forward_pre_hook(self._begin, with_kwargs=True)
         end = decoder_layer.register_forward_hook(self._end, always_call=True)
         self.hooks = begin, end
 
     def forget(self) -> None:
-        """Removes the hooks."""
+        """Removes the hooks that `watch` installed."""
         for hook in self.hooks:
             hook.remove()
         self.hooks = ()
 
     def ask(self) -> SharedLayout | None:
-        """Returns the current call's layout, or None, and counts that the layer asked for it."""
+        """Returns the layout of the current call, or None, and counts this request of the layer."""
         self.asked += 1
         return self.layout
 
@@ -207,7 +212,10 @@ class PackedCall:
 
 
 class Held:
-    """A function that a layer holds: ours, with the layout or bounds of the current call."""
+    """A function for a layer to call in place of the original function.
+
+    A call runs our function with the layout or the bounds of the decoder layer's current call.
+    """
 
     def __init__(self, function: Callable[..., Any], call: PackedCall, packs: bool) -> None:
         self.function, self.call, self.packs = function, call, packs
@@ -219,7 +227,10 @@ class Held:
 
 
 class HeldConvolution:
-    """The convolution that a layer holds: ours, and the layer's own for what ours refuses."""
+    """A convolution for a layer to call in place of the original convolution.
+
+    A call runs our kernel, or the original convolution if our kernel refuses the call.
+    """
 
     def __init__(
         self, theirs: Callable[..., Any] | None, conv1d: nn.Module, call: PackedCall

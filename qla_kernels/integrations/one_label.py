@@ -31,16 +31,22 @@ class LabelledRows(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Number of packed tokens, T."""
+        """The number of packed tokens, T."""
         return self.layout.num_tokens
 
     def to_padded(self, x: Tensor) -> Tensor:
-        """Returns x [T], one number per packed token, as [B, W'], with 0 for padding."""
+        """Copies x [T], a number per packed token, to the padded responses [B, W'].
+
+        Padding gets 0.
+        """
         return torch.where(self.is_target, x[self.column], 0)
 
 
 def by_prompt(groups: Sequence[PaddedGroup], size: int) -> list[list[int]]:
-    """Returns lists of at most `size` row numbers, rows with the same prompt next to each other."""
+    """Splits the rows of the groups into lists of at most `size` row numbers.
+
+    Rows with the same prompt are next to each other.
+    """
     rows = [row for group in groups for row in group.rows]
     return [rows[i : i + size] for i in range(0, len(rows), size)]
 
@@ -49,7 +55,8 @@ def one_label(input_ids: Tensor, attention_mask: Tensor, prompt_width: int) -> L
     """Packs padded rows [B, W] so that each packed token predicts at most one target.
 
     Prompts are padded on the left to prompt_width, responses on the right. Rows with equal prompts
-    share them. Like `pack_padded`, it waits for the device and raises ValueError.
+    share the tokens of the prompt. Waits for the device, and raises ValueError as `pack_padded`
+    does.
     """
     groups = padded_groups(input_ids, attention_mask, prompt_width)
     rows, width = input_ids.shape

@@ -18,7 +18,11 @@ from qla_kernels.integrations.full_attention import text_config
 
 @dataclass(eq=False)
 class OurCalls:
-    """A forward pre-hook of a model's decoder: checks the mask and attention of calls."""
+    """A forward pre-hook of a decoder: checks calls that pass the keyword of our attention.
+
+    Raises ValueError if a call with `keyword` also has an attention_mask, or if the model has
+    selected an attention that ignores `keyword`. Calls without `keyword` are not checked.
+    """
 
     op: str
     keyword: str
@@ -52,13 +56,13 @@ def expect_module(op: str, model: Any) -> None:
 
 
 def expect_model_or_config(op: str, model: Any) -> None:
-    """Raises TypeError for a name, a list or None."""
+    """Raises TypeError if `model` is a builtin value such as a name, a list or None."""
     if type(model).__module__ == "builtins":
         raise TypeError(need(op, described("model", model), "a model or its config", LOAD))
 
 
 def expect_model(op: str, model: Any) -> None:
-    """Raises TypeError unless `model` is a model of transformers, not wrapped."""
+    """Raises TypeError unless `model` is a transformers model that no other module wraps."""
     expect_model_or_config(op, model)
     if not hasattr(model, "set_attn_implementation"):
         fix = "pass the model itself, before another module wraps it"
@@ -66,7 +70,17 @@ def expect_model(op: str, model: Any) -> None:
 
 
 def watch(model: nn.Module, op: str, keyword: str, names: set[str], without_mask: str) -> None:
-    """Installs an `OurCalls` hook on the module through which all calls of a model go; once."""
+    """Installs an `OurCalls` hook on the decoder of a model; a second call does nothing.
+
+    If the decoder already has a hook for `keyword`, this hook stays as it is.
+
+    Args:
+        op: the name of the function that errors name.
+        keyword: the keyword of the model's forward that our attention reads, such as
+            "shared_prefix".
+        names: the names of the attentions that read `keyword`.
+        without_mask: the advice in the error for calls with an attention_mask.
+    """
     module = getattr(model, "base_model", model)
     parameters = [*inspect.signature(module.forward).parameters]
     mask_at = parameters.index("attention_mask") if "attention_mask" in parameters else -1

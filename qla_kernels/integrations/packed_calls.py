@@ -31,13 +31,15 @@ log = logging.getLogger("qla_kernels")
 
 @dataclass(eq=False)
 class PackedCalls:
-    """A forward pre-hook of a model's decoder: checks the bounds of calls without a cache.
+    """A forward pre-hook of a decoder: checks the bounds of sequences in calls without a cache.
 
-    Warns once if position_ids restart without cu_seq_lens_q; under QLA_CHECK=1 raises Unsupported.
-    Raises ValueError if cu_seq_lens_q does not end where the row ends.
+    If position_ids restart within a row and cu_seq_lens_q is missing, the layers would mix
+    sequences: the hook logs a warning once, or raises Unsupported under QLA_CHECK=1. If
+    cu_seq_lens_q does not end where the row ends, the hook raises ValueError.
 
-    On the CPU, and under QLA_CHECK=1, it checks every call. On a GPU it checks the first call with
-    bounds and the first one with positions alone, and waits for the GPU once for each.
+    On the CPU, and under QLA_CHECK=1, every call is checked. On a GPU, only the first call with
+    cu_seq_lens_q and the first call with position_ids alone are checked; each check waits for the
+    GPU.
     """
 
     names: tuple[str, ...]  # of the forward's arguments
@@ -79,8 +81,12 @@ class PackedCalls:
 def restarts(position_ids: Tensor, mask: Any) -> bool:
     """Returns whether positions decrease within a row.
 
-    position_ids is [B, T], or [4, B, T], of which only the first, of text, counts; False for other
-    shapes. Tokens that a mask [B, T] marks as padding do not count.
+    Tokens that the mask marks as padding are ignored.
+
+    Args:
+        position_ids: [B, T], or [4, B, T], of which only the first entry, the positions of text, is
+            read. For other shapes the result is False.
+        mask: [B, T], 0 for padding; other values are ignored.
     """
     rows = position_ids[0] if position_ids.dim() == 3 and len(position_ids) == 4 else position_ids
     if rows.dim() != 2:
@@ -107,7 +113,7 @@ def _decoder(model: nn.Module) -> nn.Module:
 
 
 def watch(model: nn.Module) -> None:
-    """Installs a `PackedCalls` hook on a model, once."""
+    """Installs a `PackedCalls` hook on the decoder of a model; a second call does nothing."""
     module = _decoder(model)
     if not any(isinstance(x, PackedCalls) for x in module._forward_pre_hooks.values()):
         names = tuple(inspect.signature(module.forward).parameters)
@@ -115,7 +121,7 @@ def watch(model: nn.Module) -> None:
 
 
 def forget(model: nn.Module) -> None:
-    """Removes the hook of `watch`."""
+    """Removes the `PackedCalls` hook that `watch` installed."""
     module = _decoder(model)
     hooks = module._forward_pre_hooks
     for key in [key for key, hook in hooks.items() if isinstance(hook, PackedCalls)]:

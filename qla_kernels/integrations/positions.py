@@ -10,7 +10,7 @@ from qla_kernels.errors import need
 
 
 def depths(layout: SharedLayout) -> Tensor:
-    """Returns the index of each packed token in its sequences, [T] on the CPU."""
+    """Returns the index that each packed token has within its sequences, [T] on the CPU."""
     return _depths(layout)[0]
 
 
@@ -18,8 +18,8 @@ def check_positions(op: str, layout: SharedLayout, position_ids: Any) -> None:
     """Raises ValueError unless position_ids fit the layout.
 
     A prompt may begin at any position, but each response must continue where its prompt ended.
-    Waits for the device. Checks nothing unless position_ids are one row of T numbers: layers of
-    some models get none, or several axes.
+    Waits for the device. Only position_ids of one row of T numbers are checked: layers of some
+    models get no position_ids, or position_ids of several axes.
     """
     if not isinstance(position_ids, Tensor) or position_ids.numel() != layout.num_tokens:
         return

@@ -33,7 +33,7 @@ POOL = "pool_of_qla_kernels"  # the attribute of a layer's part of a cache
 
 
 class CachedRows(NamedTuple):
-    """A pool, and the tensor of a cache that maps rows of the batch to its slots."""
+    """A pool, with the tensor of a cache that maps the rows of a batch to slots of the pool."""
 
     pool: GdnPool
     slots: Tensor  # [B], 0 .. B - 1
@@ -41,14 +41,15 @@ class CachedRows(NamedTuple):
 
 
 class LayerCall:
-    """A layer's gated delta rule, with the cache and the mask of the layer's current call.
+    """The gated delta rule of a layer, with the cache and the mask of the layer's current call.
 
-    Two hooks of the layer set and remove these; the second also runs after an error. It raises if
-    the layer did not call this object: functions of its module may have been restored.
+    Two hooks of the layer set and remove cache and mask; the second hook also runs after an error.
+    The second hook raises an error if the layer did not call this object, because the functions of
+    the layer's Python module may have been restored.
 
     Args:
-        handed_on: True if the layer passes its keywords, with this object, to the functions of its
-            module.
+        handed_on: True if the layer passes its keywords on to the functions of its Python module.
+            One of the keywords is then this object.
     """
 
     def __init__(self, handed_on: bool) -> None:
@@ -60,12 +61,12 @@ class LayerCall:
         self.hooks: tuple[Any, ...] = ()
 
     def watch(self, layer: nn.Module) -> None:
-        """Installs the hooks."""
+        """Installs the two hooks on a layer."""
         begin = layer.register_forward_pre_hook(self._begin, with_kwargs=True)
         self.hooks = begin, layer.register_forward_hook(self._end, always_call=True)
 
     def forget(self) -> None:
-        """Removes the hooks."""
+        """Removes the hooks that `watch` installed."""
         for hook in self.hooks:
             hook.remove()
         self.hooks = ()

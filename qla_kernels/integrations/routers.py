@@ -12,7 +12,7 @@ OP = "router_loss"
 
 
 class Packed(Protocol):
-    """A packed batch, such as a SharedBatch."""
+    """The interface of a packed batch that `router_loss` needs; `SharedBatch` has it."""
 
     @property
     def num_tokens(self) -> int: ...
@@ -24,10 +24,11 @@ class Packed(Protocol):
 def router_loss(router_logits: Sequence[Tensor], batch: Packed, top_k: int) -> Tensor:
     """Returns the load-balancing loss of the unpacked sequences of a packed batch.
 
-    As in transformers: E sum_e f_e p_e, where f_e is the number of tokens that chose expert e among
-    their top_k, and p_e the sum of its probabilities, both divided by the number of tokens, over
-    all layers. A packed token counts once for each sequence that contains it; in transformers' own
-    loss it counts once.
+    The loss is that of transformers for E experts: E sum_e f_e p_e. Here f_e is the number of
+    tokens that chose expert e among their top_k experts, and p_e is the sum of the probabilities of
+    expert e. Both are sums over all layers and are divided by the number of tokens. A packed token
+    counts once for each sequence that contains the token; in a packed batch, transformers' own loss
+    would count this token only once.
 
     Args:
         router_logits: [T, E] of each layer: `out.router_logits` of a call with

@@ -70,10 +70,16 @@ def take_over(
     prefill_backend: Any,
     verify_backend: Any = None,
 ) -> None:
-    """Constructs SGLang's dispatcher, with our kernel where the flags choose it.
+    """Constructs SGLang's dispatcher, with our kernel where the flags choose "qla".
 
-    Verification uses our kernel if its flag says so, or if it has no flag and decode uses our
-    kernel. SGLang only knows that a choice is not one of its own, so the name comes from the flags.
+    Our kernel verifies drafts if the flag of verification says so, or if this flag is not set and
+    our kernel decodes. The names of the backends are read from the flags, because the arguments
+    only tell that a backend is not one of SGLang's own.
+
+    Args:
+        construct: the original constructor.
+        dispatcher: the object to construct.
+        decode_backend, prefill_backend, verify_backend: the backends that SGLang chose.
     """
     from sglang.srt.runtime_context import get_exec
 

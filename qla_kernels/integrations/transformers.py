@@ -135,7 +135,12 @@ CALL = "call_of_qla_kernels"  # of swapped layers: a LayerCall, or None without 
 
 
 class SwappedLayers(NamedTuple):
-    """How many gated-delta-net layers of a model call our functions; str(x) is a sentence."""
+    """The numbers of gated-delta-net layers of a model that call our functions, and that do not.
+
+    `ours` and `others` map the name of a layer class to a number of layers of that class: `ours`
+    counts the layers that call our functions, `others` the layers that do not. str(x) is a sentence
+    such as "qla_kernels runs in 36 of 36 Qwen3NextGatedDeltaNet".
+    """
 
     ours: dict[str, int]  # number of layers that do, by class
     others: dict[str, int]  # number of layers that do not, by class
@@ -148,13 +153,15 @@ class SwappedLayers(NamedTuple):
 
 
 def swap(model: nn.Module, batch_invariant: bool | None = None) -> int:
-    """Makes the gated-delta-net layers of `model` call our functions; repeating it changes nothing.
+    """Makes the gated-delta-net layers of `model` call our functions; a repeat changes nothing.
 
-    Later calls without a cache warn of packed sequences that these layers would mix, and raise for
-    bounds that do not end where the row ends (packed_calls.py). If layers share the functions of
-    their Python module, those of other models change too.
+    Later calls of the model without a cache are checked (packed_calls.py): a packed batch whose
+    sequences these layers would mix logs a warning, and bounds that do not end where the row ends
+    raise ValueError. Some layers call functions of their Python module. If so, the functions of
+    that module are replaced, which changes such layers of other models too.
 
     Args:
+        model: a model of transformers, or another module that contains such layers.
         batch_invariant: True gives the gated delta rule of a token the same bits in a training
             forward without a cache and in `generate`, whatever else is in the batch; calls for
             which this is impossible raise Unsupported. None: no change for layers that are already
@@ -198,10 +205,11 @@ def swap(model: nn.Module, batch_invariant: bool | None = None) -> int:
 
 
 def restore(model: nn.Module) -> int:
-    """Undoes `swap`; returns the number of layers whose functions were restored.
+    """Undoes `swap`; returns the number of layers whose original functions were restored.
 
-    If layers share the functions of their Python module, this undoes every `swap` of models of this
-    kind. It does not undo the attention that `transformers_dualkv.prepare` selects.
+    If layers call functions of their Python module, the functions of that module are restored,
+    which undoes `swap` for such layers of other models too. The attention that
+    `transformers_dualkv.prepare` selects stays selected.
     """
     expect_module("restore", model)
     packed_calls.forget(model)
@@ -222,10 +230,11 @@ def restore(model: nn.Module) -> int:
 
 
 def status(model: nn.Module) -> SwappedLayers:
-    """Returns how many gated-delta-net layers of `model` call our functions, and how many do not.
+    """Counts the gated-delta-net layers of `model` that call our functions, and those that do not.
 
-    A call that our functions refuse raises, so a forward that returned has run them in these
-    layers, unless another library replaced a layer's forward.
+    A call that our functions refuse raises an error. So after a forward without an error, our
+    functions ran in the layers of `ours`, unless another library replaced the forward of such a
+    layer.
     """
     expect_module("status", model)
     layers = [(layer, BEFORE in layer.__dict__) for layer in _holders(model)]
@@ -238,11 +247,11 @@ def status(model: nn.Module) -> SwappedLayers:
 
 
 def layers_that_take_layouts(model: nn.Module) -> tuple[int, str | None]:
-    """Returns how many gated-delta-net layers follow layouts, and a class with a replaced forward.
+    """Returns (number of layers, name): the gated-delta-net layers of `model` that follow layouts.
 
-    Another library may have replaced a layer's forward, which may then not call our functions; the
-    second item is the name of such a layer's class, or None. Layers that hold functions raise when
-    they run.
+    A layer follows layouts if it computes the sequences of a `SharedLayout`, rather than one
+    sequence per row. `name` is the class of a layer whose forward another library replaced, because
+    the new forward may not call our functions; `name` is None if there is no such layer.
     """
     sharers = [(layer, home) for layer, home in _sharers(model) if _takes_layouts(home)]
     layers = [*filter(_follows, _holders(model)), *(layer for layer, _ in sharers)]
@@ -253,7 +262,11 @@ def layers_that_take_layouts(model: nn.Module) -> tuple[int, str | None]:
 
 
 def beside_layers_that_take_layouts(attention: nn.Module) -> bool:
-    """Returns whether the gated-delta-net layers of an attention layer's model follow layouts."""
+    """Returns whether an attention layer is in a model whose gated-delta-net layers follow layouts.
+
+    After `swap`, the gated-delta-net layers of supported models follow the `SharedLayout` of a
+    packed batch. Without `swap`, they would take each row as one sequence.
+    """
     home = _home(attention)
     return getattr(attention, BESIDE, False) or (home is not None and _takes_layouts(home))
 

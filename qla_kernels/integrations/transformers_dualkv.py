@@ -49,9 +49,9 @@ _names: set[str] = set()  # under which our attention is registered
 
 
 def register(name: str = "shared_prefix") -> None:
-    """Registers our attention with transformers, so that set_attn_implementation(name) selects it.
+    """Registers our attention with transformers, so that set_attn_implementation(name) works.
 
-    Repeating it changes nothing.
+    A second call with the same name changes nothing.
 
     Raises:
         Unsupported: transformers cannot be imported, or is too old.
@@ -69,7 +69,9 @@ def register(name: str = "shared_prefix") -> None:
 
 
 def prepare(model: nn.Module, name: str = "shared_prefix") -> None:
-    """Prepares a model for packed batches: swaps its linear layers, checks it, selects ours.
+    """Prepares a model for packed batches.
+
+    Swaps the linear layers, checks the model with `check`, and selects our attention.
 
     Later packed calls with an attention_mask, or with another attention selected, raise a
     ValueError. Other calls do not change.
@@ -80,8 +82,8 @@ def prepare(model: nn.Module, name: str = "shared_prefix") -> None:
 
     Raises:
         TypeError: `model` is not such a model.
-        Unsupported: as `register` and `check`. Linear layers may then be swapped already, with the
-            same results as before.
+        Unsupported: for the reasons of `register` and `check`. Linear layers may then be swapped
+            already; their results are the same as before.
     """
     expect_model(OP, model)
     register(name)
@@ -93,9 +95,10 @@ def prepare(model: nn.Module, name: str = "shared_prefix") -> None:
 
 
 def select(model: Any, name: str) -> None:
-    """Selects an attention for a model's decoder, but not for its image tower, if it has one.
+    """Selects an attention for the decoder of a model.
 
-    `model.set_attn_implementation(name)` would select it for both.
+    The image tower of the model, if there is one, keeps its attention;
+    `model.set_attn_implementation(name)` would change both.
     """
     text = text_config(model)
     parts = [

@@ -53,7 +53,10 @@ OnIndex = Callable[[int | None, Tensor, Tensor, VSIndex], None]
 
 @dataclass(frozen=True)
 class SparseRingConfig:
-    """Settings of a call's attention layers; without group and layout, on this rank alone."""
+    """Settings of our attention for one call of a model; the keyword `sparse_ring` of the call.
+
+    Without group and layout, the whole sequence is on this rank.
+    """
 
     group: RingGroups | None = None
     layout: Layout | None = None
@@ -66,7 +69,10 @@ class SparseRingConfig:
 
 
 def register() -> None:
-    """Registers our attention with transformers as "sparse_ring"; repeating it changes nothing."""
+    """Registers our attention with transformers under the name "sparse_ring".
+
+    A second call changes nothing.
+    """
     importlib.import_module("transformers").AttentionInterface.register(NAME, attention)
 
 

@@ -36,19 +36,21 @@ def shared_prefix_trainer(base: type) -> type:
     """Returns a subclass of a TRL trainer that stores each prompt of a batch once.
 
     `_get_per_token_logps_and_entropies` packs rows by prompts; TRL's fused head then computes
-    log-probabilities and entropies without logits. The model has our attention from there to the
-    end of the step, and its own in `_generate` and after `train` and `evaluate`. The first step
-    logs how many times fewer tokens the model runs. If a batch splits groups, a warning says how to
-    avoid that.
+    log-probabilities and entropies without logits. The model uses our attention from this call to
+    the end of the step. In `_generate`, and after `train` and `evaluate`, the model uses its own
+    attention. The first step logs how many times fewer tokens the model runs. If a batch splits
+    groups, a warning says how to avoid that.
 
     Args:
-        base: trl.GRPOTrainer, trl.RLOOTrainer or a subclass. The new class has its arguments.
+        base: trl.GRPOTrainer, trl.RLOOTrainer or a subclass. The constructor of the new class has
+            the same arguments.
 
     Raises:
         TypeError: `base` is no such class.
         Unsupported: TRL cannot be imported or is too old, or `base` overrides TRL's method
-            `_get_per_token_logps_and_entropies`. The new class raises it for use_liger_kernel,
-            images, and models that `transformers_dualkv.check` refuses.
+            `_get_per_token_logps_and_entropies`. The constructor of the new class raises
+            Unsupported for use_liger_kernel, images, and models that `transformers_dualkv.check`
+            refuses.
     """
     _check_release()
     if not isinstance(base, type) or not hasattr(base, METHOD):
@@ -158,7 +160,7 @@ def shared_prefix_trainer(base: type) -> type:
 
 
 class Results(NamedTuple):
-    """Results of a model for padded rows."""
+    """Log-probabilities, entropies and auxiliary loss of a model, for padded rows."""
 
     logps: Tensor  # [B, W']
     entropies: Tensor | None  # a reference policy's head computes none
@@ -193,13 +195,16 @@ def _run(model: nn.Module, accelerator: Any, packed: LabelledRows, routers: bool
 
 
 def bare(model: Any) -> Any:
-    """Returns the transformers model inside a model with adapters; other models unchanged."""
+    """Returns the transformers model inside a model with adapters, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 @contextmanager
 def exchanged(home: Any, **functions: Any) -> Iterator[None]:
-    """Replaces functions of a module while a `with` block runs."""
+    """Replaces functions of the module `home` while a `with` block runs.
+
+    `functions` are the new functions, by the names of those that they replace.
+    """
     before = {name: getattr(home, name) for name in functions}
     vars(home).update(functions)
     try:
@@ -209,7 +214,11 @@ def exchanged(home: Any, **functions: Any) -> Iterator[None]:
 
 
 def log_gain(unpacked: int, packed: int) -> None:
-    """Logs, as a warning so that it shows by default, how many times fewer tokens a batch has."""
+    """Logs how many times fewer tokens a batch has after packing.
+
+    The message is a warning, so that it is visible by default. `unpacked` and `packed` are the
+    numbers of tokens before and after packing.
+    """
     log.warning(
         "shared prompts: the first batch has %d tokens in place of %d, %.2f times fewer",
         packed, unpacked, unpacked / max(packed, 1),

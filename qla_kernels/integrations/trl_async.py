@@ -28,14 +28,20 @@ HOME = "trl.experimental.async_grpo.async_grpo_trainer"
 
 
 def shared_prefix_async_trainer(base: type) -> type:
-    """Returns a subclass of TRL's AsyncGRPOTrainer with our attention and linear layers.
+    """Returns a subclass of TRL's AsyncGRPOTrainer that uses our attention and our linear layers.
 
-    It has the arguments of `base`. Auxiliary losses of MoE routers count packed tokens once, as in
-    TRL's trainer. The first step logs how many times fewer tokens the model runs.
+    The constructor of the subclass prepares the model with `transformers_dualkv.prepare`. During
+    `train`, the model runs on TRL's tree of shared prefixes with our attention; afterwards the
+    model has its own attention again. In the auxiliary loss of MoE routers a packed token counts
+    once, as in TRL. The first step logs how many times fewer tokens the model runs.
+
+    Args:
+        base: AsyncGRPOTrainer or a subclass. The constructor of the new class has the same
+            arguments.
 
     Raises:
-        Unsupported: the installed TRL is not 1.16. The new class raises it for models that
-            `transformers_dualkv.check` refuses.
+        Unsupported: the installed TRL is not 1.16. The constructor of the new class raises
+            Unsupported for models that `transformers_dualkv.check` refuses.
     """
     home = _trainer_module()
 
@@ -69,7 +75,7 @@ def shared_prefix_async_trainer(base: type) -> type:
 
 
 class TreeToLayout:
-    """A pre-hook of a model: replaces TRL's `tree_*` keywords with `shared_prefix`."""
+    """A forward pre-hook of a model: replaces TRL's `tree_*` keywords by `shared_prefix`."""
 
     def __init__(self) -> None:
         self.says_gain = True
@@ -90,12 +96,16 @@ class TreeToLayout:
 
 
 def forest(cu_seqlens_q: list[int], cu_seqlens_k: list[int]) -> tuple[list[int], list[int]]:
-    """Converts TRL's tensors of a tree to the lengths and parents of its nodes, depth first.
+    """Converts TRL's description of a tree to (lengths, parents) of nodes in depth-first order.
 
-    The differences of cu_seqlens_q are the lengths of segments; those of cu_seqlens_k are the
-    lengths of their paths from the root, the segment included. The parent of a segment is on the
-    path to the previous segment, at the depth where this segment begins. Depths along a path
-    increase, so there is one such node.
+    A node is a segment of tokens. The parent of a segment is on the path to the previous segment:
+    the node that ends at the depth where the segment begins. Depths increase along a path, so there
+    is one such node.
+
+    Args:
+        cu_seqlens_q: bounds whose differences are the lengths of the segments.
+        cu_seqlens_k: bounds whose differences are the lengths of the paths from the root to the end
+            of each segment.
 
     Raises:
         ValueError: a segment begins where no path ends.

@@ -36,7 +36,7 @@ SAYS_CUT = "_qla_kernels_said_cut"
 
 
 def patch() -> None:
-    """Patches veRL so that engines that are built later pack batches; repeating it changes nothing.
+    """Patches veRL so that engines that are built later pack batches; a repeat changes nothing.
 
     Building an engine raises Unsupported for models that `transformers_dualkv.check` refuses, and
     for settings that packing does not support: Ulysses, fused kernels, Liger, a static padded
@@ -99,9 +99,10 @@ def patch() -> None:
 
 
 def pack(micro_batch: Any) -> SharedBatch:
-    """Packs the sequences of a micro-batch's nested input_ids; shared prefixes are stored once.
+    """Packs the sequences of a veRL micro-batch into a batch that stores shared prefixes once.
 
-    Raises Unsupported for images, distillation and sums of squared probabilities.
+    The sequences are the rows of the nested tensor input_ids. Raises Unsupported for images,
+    distillation and sums of squared probabilities.
     """
     images = value(micro_batch, "multi_modal_inputs")
     options = [name for name in NOT_PACKED if value(micro_batch, name)]
@@ -114,10 +115,14 @@ def pack(micro_batch: Any) -> SharedBatch:
 
 
 def unpack(logits: Tensor, batch: SharedBatch, micro_batch: Any) -> dict[str, Tensor]:
-    """Returns log_probs and, with calculate_entropy, entropy, nested like input_ids.
+    """Computes log_probs, and entropy if the micro-batch asks for it, nested like input_ids.
 
-    The value of a token is stored at the token before it; others are 0. logits is [M, vocabulary],
-    or [T, vocabulary] for models whose forward veRL replaces.
+    The value of a target is stored at the token before the target; all other entries are 0.
+
+    Args:
+        logits: [M, vocabulary], or [T, vocabulary] for models whose forward veRL replaces.
+        batch: the packed batch of the micro-batch, from `pack`.
+        micro_batch: veRL's micro-batch; its calculate_entropy asks for the entropy.
     """
     if len(logits) == batch.num_tokens:
         logits = logits[batch.src_rows]
@@ -144,7 +149,7 @@ def response_lengths(data: Any) -> list[int]:
 
 
 def groups_of(data: Any) -> list[PaddedGroup]:
-    """Returns the groups of rows that have the same prompt."""
+    """Returns the groups of rows that have the same prompt, in the order of first rows."""
     sequences, lengths = data["input_ids"].unbind(), response_lengths(data)
     rows_of: dict[tuple[int, ...], list[int]] = {}
     for row, (tokens, n) in enumerate(zip(sequences, lengths, strict=True)):
@@ -156,10 +161,10 @@ def groups_of(data: Any) -> list[PaddedGroup]:
 
 
 def micro_batches(groups: list[PaddedGroup], max_tokens: int, at_least: int = 1) -> list[list[int]]:
-    """Returns the row numbers of each micro-batch, of at most max_tokens packed tokens.
+    """Splits rows into micro-batches of at most max_tokens packed tokens; returns row numbers.
 
-    A group that is split repeats its prompt, and stays exact. The number of micro-batches is at
-    least `at_least`, or the number of rows if that is smaller.
+    If a group is split, each of its micro-batches has the prompt, and results stay exact. At least
+    `at_least` micro-batches are returned, or one per row if there are fewer rows.
     """
     (plan,) = plan_microbatches([(g.prompt, g.responses) for g in groups], max_tokens)
     batches = [[groups[g].rows[i] for g, chosen in pieces for i in chosen] for pieces in plan]
@@ -204,7 +209,7 @@ def _say_cut(engine: Any, groups: list[PaddedGroup], room: int) -> None:
 
 
 def value(data: Any, name: str) -> Any:
-    """Returns an entry of veRL's data, or None if it is missing."""
+    """Returns the entry `name` of veRL's data, or None if there is no such entry."""
     return data[name] if name in data.keys() else None  # noqa: SIM118 (a TensorDict)
 
 

@@ -61,13 +61,19 @@ def layer_on(engine: Any) -> type:
 
 
 def page_of(layer: Any) -> Page:
-    """Returns the layout of this rank's pages of the layer, without the convolution's tokens."""
+    """Returns the layout of a page of the layer on this rank.
+
+    The tokens of the convolution, which vLLM stores in the same page, are not included.
+    """
     heads = layer.num_k_heads // layer.tp_size, layer.num_v_heads // layer.tp_size
     return Page(*heads, layer.head_k_dim, layer.head_v_dim, layer.model_config.dtype)
 
 
 def refused(layer: Any, config: Any) -> str | None:
-    """Returns why rollouts cannot have the bits of training in this configuration, or None."""
+    """Returns the reason why rollouts cannot have the bits of training, or None.
+
+    `layer` is a gated-delta-net layer of vLLM, and `config` is vLLM's config.
+    """
     cache_config, K = config.cache_config, layer.head_k_dim
     state = cache_config.mamba_ssm_cache_dtype
     if config.speculative_config is not None:
@@ -91,7 +97,10 @@ def refused(layer: Any, config: Any) -> str | None:
 
 
 def size_pages(layer: Any, config: Any) -> None:
-    """Tells vLLM the size of the layer's pages, before it chooses the block size of attention."""
+    """Tells vLLM the size of a page of the layer.
+
+    Must be called before vLLM chooses the block size of attention.
+    """
     from vllm.model_executor.models import ModelRegistry
     from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -119,7 +128,10 @@ def _state_bytes(layer: Any) -> list[int]:
 
 @cache
 def say_bytes(sizes: tuple[int, ...]) -> None:
-    """Logs the bytes of a page, once for all layers of these sizes."""
+    """Logs the number of bytes of a page, once for all layers with the same sizes.
+
+    `sizes` are the bytes of the convolution, of the state, and of the last tokens.
+    """
     log.info(f"vLLM: {PER_PAGE}", sum(sizes), *sizes)
 
 

@@ -12,7 +12,10 @@ from qla_kernels.sm90 import CAPABILITY
 
 
 def refused(layer: Any) -> str | None:
-    """Returns why prefill cannot run the layer on this GPU (Hopper if there is none), or None."""
+    """Returns the reason why our prefill cannot run a layer of vLLM, or None.
+
+    The answer is for the GPU of this process, or for a Hopper GPU if there is none.
+    """
     K, V, dtype = layer.head_k_dim, layer.head_v_dim, layer.model_config.dtype
     q, v = (torch.empty(0, 1, 1, size, dtype=dtype, device="cpu") for size in (K, V))
     pool = torch.empty(0, 1, V, K, dtype=layer.get_state_dtype()[1], device="cpu")
