@@ -58,9 +58,10 @@ def shared_prefix_attention(
         o_q = sum_k softmax_k(scale q_q . k_k) v_k    over the k with k <= q < layout.tout[k]
 
     Results and gradients equal those of running each sequence alone; the gradient of a shared token
-    is the sum over the sequences that contain it. q, k and v have one dtype. On a CPU they may have
-    any strides, in bf16, fp16, fp32 or fp64. A GPU must be a Hopper; it needs bf16 or fp16, D of
-    64, 128 or 256, a last stride of 1, and other strides that are multiples of 16 bytes.
+    is the sum over the sequences that contain it. q, k and v have one dtype. On a CPU, q, k and v
+    may have any strides, in bf16, fp16, fp32 or fp64. A GPU must be a Hopper, and q, k and v must
+    then have bf16 or fp16, D of 64, 128 or 256, a last stride of 1, and other strides that are
+    multiples of 16 bytes.
 
     On a GPU the first call with a layout builds the kernels' tables on the host. Call
     `layout.prepare` to build the tables earlier; torch.compile and CUDA graph captures require
@@ -70,7 +71,7 @@ def shared_prefix_attention(
     Args:
         q: [T, H, D] packed tokens.
         k, v: [T, Hk, D], H a multiple of Hk; query head h reads key head h // (H / Hk).
-        layout: `batch.layout` of a packed batch, or SharedLayout.from_lengths(..); on q's device.
+        layout: the `layout` of a `SharedBatch`, or SharedLayout.from_lengths(..); on q's device.
         scale: factor of the scores; D ** -0.5 if None.
         deterministic: True makes all gradients bitwise repeatable. On a GPU at D = 128 this is
             slower, because dq is otherwise summed by atomics. None uses the setting of

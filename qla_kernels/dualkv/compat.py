@@ -39,9 +39,9 @@ def dualkv_varlen(
 ) -> Tensor:
     """Computes attention of N responses that share one prompt; differentiable.
 
-    The prompt has P tokens, and response i has R_i tokens. Entry i of q has q_i queries: those of
-    response i, q_i = R_i. Optionally the queries of the prompt come before the first response, so
-    that q_0 = P + R_0.
+    The prompt has P tokens, and response i has R_i tokens. q has the queries of all responses, one
+    response after another, so that response i has q_i = R_i queries. Optionally the queries of the
+    prompt come before those of the first response; then q_0 = P + R_0.
 
     Args:
         q: [sum q_i, H, D].

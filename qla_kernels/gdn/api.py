@@ -110,12 +110,12 @@ def chunk_gated_delta_rule(
         chunk_size: keyword only. 16, 32 and 64 are accepted, and all of them compute with 64.
         exact, warm_log_bound: keyword only. On a GPU, long sequences with few heads are cut into
             segments that run in parallel. Where decay allows it, the state that enters a segment is
-            computed from only the last tokens before it. This omits the contribution of the state
-            before those tokens, which is less than e^warm_log_bound times that state; the default
-            is -12 (6e-6). exact=True means -104 and takes longer: the factor is then 0 in fp32, and
-            for states up to 1e7 the omitted part is below the normal numbers of fp32. -inf omits
-            nothing. The bound does not change which values are rounded. At K = 256 the backward is
-            not cut and omits nothing. QLA_EXACT=1 makes exact=True the default.
+            computed from only the last tokens before the segment. This omits the contribution of
+            the state before those tokens, which is less than e^warm_log_bound times that state; the
+            default is -12 (6e-6). exact=True means -104 and takes longer: the factor is then 0 in
+            fp32, and for states up to 1e7 the omitted part is below the normal numbers of fp32.
+            -inf omits nothing. The bound does not change which values are rounded. At K = 256 the
+            backward is not cut and omits nothing. QLA_EXACT=1 makes exact=True the default.
         batch_invariant: keyword only. On a GPU, the results and gradients of a token then have the
             same bits whatever else is in the batch, and o has the bits of a `GdnPool`. Sequences
             are never cut into segments, so a small batch of long sequences takes longer. Gradients

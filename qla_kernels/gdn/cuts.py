@@ -89,8 +89,8 @@ def segments_of(
             segments of the forward.
         packed: True for sequences packed in one row with `cu_seqlens`, False for the rows of a
             batch [B, T]. None: packed if the lengths differ.
-        cu_seqlens_cpu: whether a packed call passes `cu_seqlens_cpu`. Without it the device reads
-            the lengths and cuts by another plan.
+        cu_seqlens_cpu: whether a packed call passes `cu_seqlens_cpu`. Without cu_seqlens_cpu the
+            device reads the lengths and cuts by another plan.
         exact, warm_log_bound: as in `chunk_gated_delta_rule`.
         sm_count: number of SMs. None: that of the current GPU; without a GPU, 132, as on H100 SXM
             and H200.

@@ -63,10 +63,10 @@ def refusal(
     capability: tuple[int, int] | None = None,
     op: str = OP,
 ) -> str | None:
-    """Returns the reason why this version cannot run the call, or None if it can run it.
+    """Returns the reason why this version cannot run the call, or None if it can run the call.
 
-    The answer is the same with and without gradients. It does not depend on g, beta and states,
-    which may have any float dtype and any strides.
+    The answer is the same with and without gradients. The answer does not depend on g, beta and
+    states, which may have any float dtype and any strides.
 
     Args:
         q, k, v: as in `chunk_gated_delta_rule`, well formed.

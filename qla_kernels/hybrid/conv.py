@@ -35,7 +35,7 @@ def shared_prefix_conv1d(
         x: [T, channels] packed tokens, or [1, channels, T].
         weight: [channels, W], W from 2 to 4.
         bias: [channels]; 0 if None.
-        layout: `batch.layout` of a packed batch, or SharedLayout.from_forest(..); on x's device.
+        layout: the `layout` of a `SharedBatch`, or SharedLayout.from_forest(..); on x's device.
         activation: None, "silu" or "swish".
 
     Returns:

@@ -46,8 +46,8 @@ def shared_prefix_gated_delta_rule(
     final state of its prompt. Roots start from a state of 0. Results and gradients equal those of
     running each sequence alone; the gradient of a shared token is the sum over the sequences that
     contain it. Two runs give the same bits. Dtypes, strides, derivatives and the arguments that are
-    not listed here are as in `chunk_gated_delta_rule`. There are no initial states, and no
-    sequences split over ranks.
+    not listed here are as in `chunk_gated_delta_rule`. Initial states, and sequences that are split
+    over ranks, are not supported.
 
     The final states of nodes with children are saved for the backward: 4 K V bytes per such node
     and value head. Final states of responses are written only with output_final_state.
@@ -60,7 +60,7 @@ def shared_prefix_gated_delta_rule(
         q, k: [1, T, H, K] packed tokens.
         v: [1, T, HV, V].
         g, beta: [1, T, HV].
-        layout: `batch.layout` of a packed batch, or SharedLayout.from_forest(..); on q's device.
+        layout: the `layout` of a `SharedBatch`, or SharedLayout.from_forest(..); on q's device.
         output_final_state: also return the state after each sequence.
 
     Returns:

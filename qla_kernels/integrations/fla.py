@@ -79,7 +79,7 @@ def register(prefer: bool = True) -> bool:
     Logs a warning if no visible GPU runs our kernels: calls with CUDA tensors are then declined.
 
     Args:
-        prefer: True asks our backend before FlashQLA, False after it.
+        prefer: True makes FLA ask our backend before FlashQLA, False after FlashQLA.
 
     Returns:
         True if FLA will ask our backend. If not, a warning names the environment variable that

@@ -70,12 +70,13 @@ def expect_model(op: str, model: Any) -> None:
 
 
 def watch(model: nn.Module, op: str, keyword: str, names: set[str], without_mask: str) -> None:
-    """Installs an `OurCalls` hook on the decoder of a model; a second call does nothing.
+    """Installs an `OurCalls` hook on the decoder of a model.
 
-    If the decoder already has a hook for `keyword`, this hook stays as it is.
+    A second call with the same keyword does nothing: the hook of the first call stays.
 
     Args:
-        op: the name of the function that errors name.
+        model: a model of transformers.
+        op: the function that errors name.
         keyword: the keyword of the model's forward that our attention reads, such as
             "shared_prefix".
         names: the names of the attentions that read `keyword`.

@@ -189,12 +189,14 @@ class LayerCall:
 
 
 def packed(tokens: Tokens, mask: Tensor) -> tuple[Tokens, Tensor, Tensor]:
-    """Packs the tokens [B, T, ..] of each row, from the first to the last that the mask keeps.
+    """Packs the tokens [B, T, ..] of a padded batch: the tokens of each row without the padding.
 
-    The other tokens follow after all sequences.
+    The tokens of a row are those from the first to the last token that the mask marks. The padding
+    follows after all sequences.
 
     Returns:
-        The pack [1, B T, ..], its bounds [B + 1], and the original places [B T] of its tokens.
+        The packed tokens [1, B T, ..], the bounds of the sequences [B + 1], and for each packed
+        token its place [B T] in the padded batch.
     """
     there = (mask != 0).int()
     inside = (there.cumsum(1) > 0) & (there.flip(1).cumsum(1) > 0).flip(1)

@@ -47,7 +47,8 @@ RAW: dict[str, Any] = {
 def register() -> None:
     """Adds the choice `qla` to SGLang's backends of linear attention.
 
-    Logs a warning and adds nothing if SGLang is not installed, or its version is not a tested one.
+    Logs a warning and adds nothing if SGLang is not installed, or has a version that was not
+    tested.
     """
     if reason := unknown_version("sglang"):
         log.warning("%s; --linear-attn-backend %s is not available", reason, CHOICE)

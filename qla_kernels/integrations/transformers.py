@@ -69,6 +69,7 @@ def chunk(
     qla_layer_call: LayerCall | None = None,
     **kwargs: Any,
 ) -> Any:
+    """Runs the chunked gated delta rule of a swapped layer."""
     q, k, v = readable(q, k, v)
     if shared_prefix is None:
         _refuse_bounds_and_cache(**kwargs)
@@ -104,6 +105,7 @@ def recurrent(
     qla_layer_call: LayerCall | None = None,
     **kwargs: Any,
 ) -> Any:
+    """Runs the recurrent gated delta rule of a swapped layer, for decoding with a cache."""
     if shared_prefix is not None:
         raise ValueError(need(OP, "a step of decoding", "a whole batch", "leave shared_prefix out"))
     _refuse_bounds_and_cache(**kwargs)

@@ -111,11 +111,11 @@ def check(model: Any) -> None:
     """Raises Unsupported if a model would give wrong results for packed batches.
 
     Allowed are full causal attention, and gated delta nets after `integrations.transformers.swap`.
-    Call it before the first step.
+    Call `check` before the first step.
 
     Args:
         model: a model or its config. A config does not show whether the model can use our
-            attention, and not always whether it is causal.
+            attention, and not always whether the model is causal.
 
     Raises:
         TypeError: `model` is neither.
@@ -165,7 +165,8 @@ def attend(
     Raises:
         ValueError: there is no layout, more than one row, a mask, a cache, or (on the CPU, or under
             QLA_CHECK=1) positions that do not follow the layout.
-        Unsupported: an option besides causal attention, or other layers would ignore the layout.
+        Unsupported: the layer has an option besides causal attention, or other layers of the model
+            would ignore the layout.
     """
     if shared_prefix is None:
         got, fix = "a call without shared_prefix", "pass shared_prefix=batch.layout to the model"

@@ -77,7 +77,7 @@ def register() -> None:
 
 
 def prepare(model: Any) -> None:
-    """Prepares a model for calls with `sparse_ring`: checks it and selects our attention.
+    """Prepares a model for calls with `sparse_ring`: checks the model and selects our attention.
 
     Later calls with `sparse_ring` and an attention_mask, which transformers would drop, or with
     another attention selected, raise a ValueError. Other calls do not change.
@@ -87,7 +87,7 @@ def prepare(model: Any) -> None:
 
     Raises:
         TypeError: `model` is not such a model.
-        Unsupported: as `check`; the model is then unchanged.
+        Unsupported: for the reasons of `check`; the model is then unchanged.
     """
     expect_model(NAME, model)
     register()
@@ -99,11 +99,12 @@ def prepare(model: Any) -> None:
 def check(model: Any) -> None:
     """Raises Unsupported if a model has layers other than full causal attention.
 
-    Call it before the first step: other layers would silently treat a shard as a whole sequence.
+    Call `check` before the first step: other layers would silently treat a shard as a whole
+    sequence.
 
     Args:
         model: a model or its config. A config does not show whether the model can use our
-            attention, and not always whether it is causal.
+            attention, and not always whether the model is causal.
 
     Raises:
         TypeError: `model` is neither.
@@ -141,9 +142,11 @@ def attention(
     query is [B, H, L, D], key and value [B, Hk, L, D]. Returns (o [B, L, H, D], None).
 
     Raises:
-        Unsupported: there are no settings, or an option besides causal attention.
-        ValueError: the settings name a layer that the model does not have, or (on the CPU, or under
-            QLA_CHECK=1) positions restart or, on every rank of a ring, differ from the layout's.
+        Unsupported: the keyword sparse_ring is missing, or the layer has an option besides causal
+            attention.
+        ValueError: sparse_ring names a layer that the model does not have. On the CPU, and under
+            QLA_CHECK=1, also if position_ids restart within the sequence or do not fit the layout;
+            in a ring, every rank raises this error.
     """
     if sparse_ring is None:
         fix = "pass sparse_ring=SparseRingConfig(...) to the model's call"

@@ -203,7 +203,7 @@ def bare(model: Any) -> Any:
 def exchanged(home: Any, **functions: Any) -> Iterator[None]:
     """Replaces functions of the module `home` while a `with` block runs.
 
-    `functions` are the new functions, by the names of those that they replace.
+    Each keyword is the name of a function of `home`, and its value is the new function.
     """
     before = {name: getattr(home, name) for name in functions}
     vars(home).update(functions)

@@ -41,7 +41,7 @@ FLAGS: dict[str, Any] = {
 def register() -> None:
     """Replaces vLLM's layer by ours if VLLM_PLUGINS names this plug-in; else does nothing.
 
-    Raises Unsupported if vLLM is not installed, or its version is not a tested one.
+    Raises Unsupported if vLLM is not installed, or has a version that was not tested.
     """
     if NAME not in os.environ.get("VLLM_PLUGINS", "").split(","):
         return
@@ -63,7 +63,10 @@ def register() -> None:
 
 
 def layer_on(engine: Any) -> type:
-    """Returns our layer class; `engine` is vLLM's module qwen_gdn_linear_attn."""
+    """Returns our subclass of vLLM's gated-delta-net layer.
+
+    `engine` is the module qwen_gdn_linear_attn of vLLM.
+    """
     base: Any = getattr(engine, LAYER)
 
     class QlaGatedDeltaNetAttention(base):  # type: ignore[misc]

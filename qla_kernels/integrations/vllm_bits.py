@@ -27,7 +27,10 @@ PER_PAGE += ", %d of the state, %d of the last tokens; vLLM pads them to its blo
 
 
 def layer_on(engine: Any) -> type:
-    """Returns our layer class; `engine` is vLLM's module qwen_gdn_linear_attn."""
+    """Returns our subclass of vLLM's gated-delta-net layer, with the bits of training.
+
+    `engine` is the module qwen_gdn_linear_attn of vLLM.
+    """
     base: Any = getattr(engine, plain.LAYER)
 
     class QlaBitsGatedDeltaNetAttention(base):  # type: ignore[misc]

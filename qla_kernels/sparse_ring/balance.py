@@ -29,7 +29,7 @@ OP = "balance_report"
 
 @dataclass(frozen=True)
 class Balance:
-    """Simulated work and times of one attention call on a ring; `balance_report` makes it.
+    """Simulated work and times of one attention call on a ring; `balance_report` returns a Balance.
 
     Work and times are sums over heads, because one launch computes all heads.
     """
@@ -302,8 +302,8 @@ class Latencies(NamedTuple):
     def hierarchical(self, world: int, inner_size: int) -> float:
         """Returns the time of a double ring with `inner_size` ranks per node, in ms.
 
-        In a turn every rank sees all chunks that its node holds at that time. A transfer between
-        nodes runs during a turn.
+        While the ranks of a node exchange all chunks that the node holds, one chunk per rank moves
+        on to the next node.
         """
         turn = inner_size * max(self.chunk, self.inner)
         return world // inner_size * max(turn, self.outer) + self.fixed

@@ -42,7 +42,7 @@ def refusal(
     capability: tuple[int, int] | None = None,
     op: str = OP,
 ) -> str | None:
-    """Returns the reason why this version cannot run a call, or None if it can.
+    """Returns the reason why this version cannot run a call, or None if it can run the call.
 
     The answer is for forward and backward.
 
@@ -181,7 +181,7 @@ def check_lines(
 
 
 def check_group(op: str, group: RingGroups | None) -> RingGroups:
-    """Returns `group`; raises ValueError if it is not a RingGroups.
+    """Returns `group`; raises ValueError if `group` is not a RingGroups.
 
     Only the rank with the wrong argument raises, because without a group it cannot tell the others.
     """

@@ -75,10 +75,11 @@ def fused_recurrent_gated_delta_rule(
         gk, gv: must be None; decays per row or column of the state are not implemented.
         beta: [B, T, HV], or [B, T, HV, V] for each column of V; 1 if None.
         scale: K ** -0.5 if None.
-        initial_state: [N, HV, K, V], a state for each sequence; 0 if None. On a GPU it is copied
-            first if it is not fp32, or if the kernel cannot read its strides or address. With
-            state_indices it is the pool [slots, HV, K, V], which is updated in place and never
-            copied: on a GPU in fp32, or in bf16 if q is bf16, on a CPU in any float dtype.
+        initial_state: [N, HV, K, V], a state for each sequence; 0 if None. On a GPU a copy is made
+            if the dtype is not fp32, or if the kernel cannot read the strides or the address. With
+            state_indices, initial_state is the pool [slots, HV, K, V], which is updated in place
+            and never copied: on a GPU in fp32, or in bf16 if q is bf16, on a CPU in any float
+            dtype.
         output_final_state: also return the state after each sequence.
         use_qk_l2norm_in_kernel: divide q and k by their L2 norm over K first, without rounding.
         use_gate_in_kernel, A_log, dt_bias: g holds the input of the gate; use
@@ -105,7 +106,7 @@ def fused_recurrent_gated_delta_rule(
     Raises:
         ValueError: the arguments do not fit together.
         Unsupported: the arguments fit together, but this version cannot run them. A backward
-            through the result raises it too.
+            through the result raises Unsupported too.
         TypeError: a keyword is unknown.
     """
     arguments = (

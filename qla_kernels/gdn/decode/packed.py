@@ -71,8 +71,8 @@ def packed_decode_gated_delta_rule(
         state_indices, null_slot: as in `fused_recurrent_gated_delta_rule`; state_indices is [N].
         scale: K ** -0.5 if None.
         use_qk_l2norm_in_kernel, allow_neg_eigval: as in `fused_recurrent_gated_delta_rule`.
-        z: [N, HV, V] in mixed_qkv's dtype, with adjacent columns; it may be a slice of a
-            projection. On a GPU K and V must then be equal.
+        z: [N, HV, V] in mixed_qkv's dtype, with adjacent columns; z may be a slice of a projection.
+            On a GPU K and V must then be equal.
         norm_weight: [V], the weight of the RMSNorm; required with z.
         norm_eps: a float, added to the mean of o^2.
         z_activation: act of the output gate: "silu", "swish" (the same as silu) or "sigmoid".

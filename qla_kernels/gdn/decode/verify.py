@@ -52,8 +52,8 @@ def verify_gated_delta_rule(
 ) -> Tensor:
     """Runs draft tokens of N sequences from a pool of states, and saves the state after each token.
 
-    The shape of state_indices selects one of two forms. Each is one launch. Arguments that are not
-    listed are those of `fused_recurrent_gated_delta_rule`. Not differentiable.
+    The shape of state_indices selects one of two forms. Each form is one launch. Arguments that are
+    not listed are those of `fused_recurrent_gated_delta_rule`. Not differentiable.
 
     Args:
         initial_state: the pool [slots, HV, K, V], or [slots, HV, V, K] if state_v_first.

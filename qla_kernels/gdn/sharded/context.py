@@ -102,24 +102,25 @@ def build_cp_context(
 ) -> CPContext:
     """Returns the `cp_context` argument of `chunk_gated_delta_rule` for this rank.
 
-    The context holds the bounds of the sequences on this rank. It also holds how many ranks have
-    the rest of the first sequence, and how many the rest of the last. With T tokens on W ranks,
-    rank r has
+    The context holds the bounds of the sequences on this rank. The context also holds the number of
+    ranks with the rest of the first sequence, and the number of ranks with the rest of the last
+    sequence. With T tokens on W ranks, rank r has
 
         contiguous   tokens r T / W to (r + 1) T / W
         zigzag       stretch r, then stretch 2 W - 1 - r, of 2 W stretches of T / 2 W tokens
 
-    The whole batch is split, wherever its sequences begin, as in FLA.
+    The whole batch is split, wherever the sequences begin, as in FLA.
 
     Args:
         cu_seqlens: [N + 1] bounds of the whole batch. The context's cu_seqlens will be on the same
             device.
         group: the ranks that share the batch; None for all ranks of the job.
-        cu_seqlens_cpu: the same values on the CPU. Without it the host waits for a GPU tensor.
+        cu_seqlens_cpu: the same values on the CPU. Without cu_seqlens_cpu, the host waits for a
+            cu_seqlens on a GPU.
         layout: "contiguous" or "zigzag".
 
     Raises:
-        ValueError: bounds do not start at 0 or they decrease; T is not a multiple of W (zigzag:
+        ValueError: bounds do not start at 0, or bounds decrease; T is not a multiple of W (zigzag:
             2 W); the layout is unknown; or this process is not in the group.
     """
     op = "build_cp_context"
