@@ -126,13 +126,13 @@ class SharedLayout:
     def prepare(
         self, num_heads: int, kv_heads: int, q_shift: int = 0, head_dim: int = 128
     ) -> Tables:
-        """Returns the tables of the attention kernels for these heads, built by the first call.
+        """Returns the tables of the attention kernels for these heads, which the first call builds.
 
         All layers and the backward share the tables, and so do head sizes 64 and 128. The copy to
-        the GPU does not block the host. A call on another stream makes that stream wait for the
-        copy; compiled code does not. Inside compiled code and during the capture of a CUDA graph,
-        tables cannot be built, and `prepare` raises ValueError: call `prepare` before, on the same
-        stream.
+        the GPU does not block the host. If attention runs on another stream than `prepare`, that
+        stream waits for the copy, except in compiled code. Inside compiled code and during the
+        capture of a CUDA graph, tables cannot be built, and `prepare` raises ValueError: call
+        `prepare` before, on the same stream.
 
         Args:
             num_heads: number of query heads, H.

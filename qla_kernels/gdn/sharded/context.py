@@ -264,9 +264,10 @@ def agree(
 ) -> None:
     """Compares a call between ranks; raises on every rank if one has a problem or if calls differ.
 
-    Calls differ if `facts` differ between ranks, or if ranks disagree about the sequences between
-    stretches (before, after, through). `problem` is the error of this rank's own call, or None.
-    This rank raises `problem`; the other ranks raise a ValueError with the text of `problem`.
+    Calls differ if `facts` differ between ranks, or if the ranks' contexts disagree about sequences
+    that continue from one stretch to the next: the fields (before, after, through) of a stretch.
+    `problem` is the error of this rank's own call, or None. This rank raises `problem`; the other
+    ranks raise a ValueError with the text of `problem`.
 
     CPU calls are always compared. A GPU call is compared only if its facts are new to the group,
     because ranks wait for each other and for the GPU when they compare. If ranks make the same
