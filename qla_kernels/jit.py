@@ -316,7 +316,16 @@ def trace(module: KernelModule, variant: Any) -> Any:
 
 
 class KernelError(RuntimeError):
-    """A kernel's file has a mistake: where, and TileLang's message."""
+    """A kernel's file has a mistake: where, and TileLang's message.
+
+    Attributes:
+        original: what was raised.
+        message: its text, shortened.
+    """
+
+    def __init__(self, text: str, original: Exception, message: str) -> None:
+        super().__init__(text)
+        self.original, self.message = original, message
 
 
 @contextmanager
@@ -340,9 +349,9 @@ def short_errors(module: Any, variant: Any, *passing: type[Exception]) -> Iterat
         ours = [x for x in frames if theirs not in x.filename and x.filename != __file__]
         places = [f"  {x.filename}, line {x.lineno}: {x.line}" for x in ours[-3:]]
         message = [line for line in str(error).splitlines() if line.strip()]
-        said = "\n  ".join(line[:200] for line in message[:3] + message[3:][-1:])
-        text = f"{label(module, variant)}: {type(error).__name__}: {said}"
-        raise KernelError("\n".join([text, *places])) from None
+        short = "\n  ".join(line[:200] for line in message[:3] + message[3:][-1:])
+        text = f"{label(module, variant)}: {type(error).__name__}: {short}"
+        raise KernelError("\n".join([text, *places]), error, short) from None
     finally:
         log.setLevel(before)
 

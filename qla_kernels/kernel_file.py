@@ -43,10 +43,13 @@ def mistakes(tool: str, file: Path, doing: str, *others: type[Exception]) -> Ite
     except passing:
         raise
     except Exception as error:
+        message = str(error)
+        if isinstance(error, jit.KernelError):
+            message, error = error.message, error.original
         frames = traceback.extract_tb(error.__traceback__)
         lines = [x.lineno for x in frames if Path(x.filename) == file]
         at = f"{file}, line {lines[-1]}" if lines else str(file)
-        got = f"{at}: {doing} raises {type(error).__name__}: {error}"
+        got = f"{at}: {doing} raises {type(error).__name__}: {message}"
         raise Unsupported(need(tool, got, "code that runs", "mend the file")) from error
 
 
