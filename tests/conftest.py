@@ -28,6 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--budget", type=float, metavar="SECONDS", help="the cheapest first; those past it: skipped"
     )
     parser.addoption("--record", action="store_true", help="write tests/emulated/launched.json")
+    parser.addoption("--check-record", action="store_true", help="fail tests that differ from it")
 
 
 def pytest_configure() -> None:

@@ -1,7 +1,7 @@
 """On record: the kernels that each emulated test launches, and the CPU seconds that it takes.
 
-`python -m pytest tests/emulated/FILE --record` writes the record of the tests that pass. Each test
-whose record is not what it launches fails.
+`python -m pytest tests/emulated/FILE --record` writes the record of the tests that pass. With
+--check-record, tests whose record is not what they launch fail.
 """
 
 import fcntl
