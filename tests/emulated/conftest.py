@@ -44,7 +44,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """With --check-record, fails a test that launches other kernels than it is marked with.
 
-    Not by default: what a test finds in a cache, and so does not launch, depends on those before it.
+    Not by default: what a test finds in a cache, and so does not launch, depends on others.
     """
     run.clear()
     started = launched.cpu_seconds()
