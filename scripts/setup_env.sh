@@ -66,7 +66,7 @@ setup_libraries() { # constraints for pip
   wanted=$(grep -v "^#" "$list")
   if [ "$libraries" = newest ]; then
     shift 2 # -c constraints/tested.txt
-    wanted="transformers accelerate $(sed "s/==.*//" <<<"$wanted")"
+    wanted="transformers accelerate peft $(sed "s/==.*//" <<<"$wanted")"
   fi
   wanted=$(tr " " "\n" <<<"$wanted")
   verl=$(grep "^verl" <<<"$wanted")
