@@ -108,7 +108,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("kernel", help="family.kernel")
     parser.add_argument("--variant", default="", metavar="ID", help="default: the first one")
     parser.add_argument("--all", action="store_true", help="every variant")
-    said = f"of emulated tests; left out: {BUDGET}"
+    said = f"of emulated tests; default: {BUDGET}"
     parser.add_argument("--budget", type=float, default=BUDGET, metavar="SECONDS", help=said)
     options = parser.parse_args(arguments)
     try:

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = command_line.parser("emulate", __doc__)
     parser.add_argument("file", type=Path, help="a .py file with a kernel of yours")
     parser.add_argument("--variant", default="", help="only variants whose name contains this")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"left out: {SEEDS}")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"default: {SEEDS}")
     options = parser.parse_args(arguments)
     try:
         imported()  # before the file's own code needs it

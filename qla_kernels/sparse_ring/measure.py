@@ -267,9 +267,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--text", type=Path, help="with --model: a text, instead of --tokens")
     add("--start", type=int, default=0, help="with --tokens: the first token that is used")
     add("--length", type=int, help="with --model: most tokens that are used")
-    add("--recall", type=_shares, default="0.9,0.95", help="targets; left out: %(default)s")
+    add("--recall", type=_shares, default="0.9,0.95", help="targets; default: %(default)s")
     add_mask_options(parser)
-    out = "left out: %(default)s"
+    out = "default: %(default)s"
     add("--rows", type=int, default=256, help=f"held-out rows; {out}")
     least = "layers with less held-out recall, as a mean over heads, are listed"
     add("--least", type=float, default=0.9, help=f"{least}; {out}")

@@ -152,11 +152,11 @@ def test_the_help_names_the_defaults(capsys):
         measure.main(["--help"])
     said = " ".join(capsys.readouterr().out.split())
     for text in (
-        "left out: 0.9,0.95",
-        "held-out rows; left out: 256",
-        "are listed; left out: 0.9",
-        "means of its block; left out: 8",
-        "columns may take; left out: --recall",
+        "targets; default: 0.9,0.95",
+        "held-out rows; default: 256",
+        "are listed; default: 0.9",
+        "of its block's others; default: 8",
+        "share of the columns; default: --recall",
     ):
         assert text in said
 
