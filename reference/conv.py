@@ -2,6 +2,9 @@
 
     z_t = b + sum_j w_j x[source(t, j)]    j = 0 .. W-1,  w_j = weight[:, W-1-j]        y = act(z)
 
+`heads` is (count, size): the first count * size channels are heads of `size` channels, and each is
+divided by (sum y^2 + 1e-6)^1/2 over its channels, after act and before y is rounded.
+
 source(t, 0) is t, and source(t, j) the j-th token before t in its sequence; a term without such a
 token is 0. act is silu, or nothing.
 
@@ -22,6 +25,10 @@ from einops import einsum, rearrange
 from torch import Tensor
 from torch.nn import functional
 
+from reference.gdn import l2norm, l2norm_backward
+
+NO_HEADS = (0, 0)
+
 
 class ConvGradients(NamedTuple):
     """Results of `backward`, each in the dtype of its input."""
@@ -31,13 +38,19 @@ class ConvGradients(NamedTuple):
     dbias: Tensor | None
 
 
-def alone(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+def alone(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    silu: bool,
+    heads: tuple[int, int] = NO_HEADS,
+) -> Tensor:
     """The definition, for one sequence x [T, C]; differentiable by autograd."""
     C, W = weight.shape
     row, taps = rearrange(_wide(x), "t c -> 1 c t"), rearrange(weight.to(_wide(x)), "c w -> c 1 w")
     bias = None if bias is None else bias.to(row)
     z = functional.conv1d(functional.pad(row, (W - 1, 0)), taps, bias, groups=C)
-    return _activated(rearrange(z, "1 c t -> t c"), silu).to(x.dtype)
+    return _normalised(_activated(rearrange(z, "1 c t -> t c"), silu), heads).to(x.dtype)
 
 
 def owners(bounds: Tensor) -> Tensor:
@@ -66,16 +79,23 @@ def forward(
     silu: bool,
     bounds: Tensor,
     halo: Tensor | None = None,
+    heads: tuple[int, int] = NO_HEADS,
 ) -> Tensor:
     """y [T, C] in x's dtype."""
     rows = _taken(x, sources(bounds, weight.shape[1], halo))
     y = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    y[: rows.shape[0]] = _activated(_sum(rows, weight, bias), silu).to(x.dtype)
+    live = _normalised(_activated(_sum(rows, weight, bias), silu), heads)
+    y[: rows.shape[0]] = live.to(x.dtype)
     return y
 
 
 def update(
-    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool
+    x: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    silu: bool,
+    heads: tuple[int, int] = NO_HEADS,
 ) -> tuple[Tensor, Tensor]:
     """One token of each of N sequences: x [N, C], state [N, C, W - 1], the tokens before it.
 
@@ -84,7 +104,7 @@ def update(
     line = torch.cat([state.to(_wide(x)), _wide(x)[..., None]], -1)
     z = einsum(line, weight.to(line), "n c j, c j -> n c")
     z = z if bias is None else z + bias.to(z)
-    return _activated(z, silu).to(x.dtype), line[..., 1:].to(state.dtype)
+    return _normalised(_activated(z, silu), heads).to(x.dtype), line[..., 1:].to(state.dtype)
 
 
 def backward(
@@ -95,21 +115,23 @@ def backward(
     silu: bool,
     bounds: Tensor,
     halo: Tensor | None = None,
+    heads: tuple[int, int] = NO_HEADS,
 ) -> ConvGradients:
     """The gradients of a loss with gradient dy, written out by hand; z is computed again.
 
         dz_t = dy_t act'(z_t)      dw_j = sum_t dz_t x[source(t, j)]      db = sum_t dz_t
         line_n[i] = sum_j w_j dz[token i + j - (W-1) of node n]     i = 0 .. W-2 + tokens of node n
 
-    A node's line has the gradients that its tokens give to its halo and to themselves. dx_t is the
-    entry of t's own node, plus the entries of all nodes whose halo has t, in ascending order.
+    The dy_t of heads is first made the gradient of y before the norm. A node's line has the
+    gradients that its tokens give to its halo and to themselves. dx_t is the entry of t's own node,
+    plus the entries of all nodes whose halo has t, in ascending order.
     """
     W = weight.shape[1]
     source = sources(bounds, W, halo)
     live, node = source.shape[0], owners(bounds)
     rows = _taken(x, source)
     z, taps = _sum(rows, weight, bias), _taps(weight, rows)
-    dz = dy[:live].to(z.dtype)
+    dz = _before_norm(_activated(z, silu), dy[:live].to(z.dtype), heads)
     if silu:
         s = z.sigmoid()
         dz = dz * s * (1 + z * (1 - s))
@@ -151,6 +173,25 @@ def _taps(weight: Tensor, like: Tensor) -> Tensor:
 
 def _activated(z: Tensor, silu: bool) -> Tensor:
     return functional.silu(z) if silu else z
+
+
+def _normalised(y: Tensor, heads: tuple[int, int]) -> Tensor:
+    """y [tokens, C] with its first channels divided by their heads' norms."""
+    count, size = heads
+    if not count:
+        return y
+    first, rest = y.tensor_split([count * size], -1)
+    return torch.cat([l2norm(first.unflatten(-1, (count, size))).flatten(-2), rest], -1)
+
+
+def _before_norm(y: Tensor, dy: Tensor, heads: tuple[int, int]) -> Tensor:
+    """The gradient of y, from that of _normalised(y, heads)."""
+    count, size = heads
+    if not count:
+        return dy
+    first, d_first = (t[:, : count * size].unflatten(-1, (count, size)) for t in (y, dy))
+    done = l2norm_backward(first, d_first).flatten(-2)
+    return torch.cat([done, dy[:, count * size :]], -1)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -30,6 +30,8 @@ class ConvCase(NamedTuple):
     bias: Tensor | None
     tables: list[Tensor]
     silu: bool
+    norm_heads: int
+    norm_size: int
     dy: Tensor
 
 
@@ -45,6 +47,7 @@ def case(
     padding: int = 0,
     bounds: torch.dtype = torch.int32,
     projection: int = 0,
+    heads: tuple[int, int] = (0, 0),
 ) -> ConvCase:
     """A tree, packed sequences of some lengths, or (B, T) dense rows.
 
@@ -71,7 +74,7 @@ def case(
     strided = x.to(where) if not projection else on(x, where)
     tables = [table.to(where) for table in tables]
     return ConvCase(strided, weight.to(where), None if b is None else b.to(where), tables, silu,
-                    dy.to(where))  # fmt: skip
+                    *heads, dy.to(where))  # fmt: skip
 
 
 def on(x: Tensor, where: str) -> Tensor:
@@ -89,8 +92,9 @@ def exact(x: ConvCase) -> tuple[Tensor, Any]:
     B, T, C = x.x.shape
     nodes = [t.cpu() for t in x.tables[:2]] or [torch.arange(B + 1) * T]
     flat, dy = flat.reshape(-1, C), dy.reshape(-1, C)
-    y = conv.forward(flat, weight, bias, x.silu, *nodes)
-    return y.view(B, T, C), conv.backward(dy, flat, weight, bias, x.silu, *nodes)
+    heads = x.norm_heads, x.norm_size
+    y = conv.forward(flat, weight, bias, x.silu, *nodes, heads=heads)
+    return y.view(B, T, C), conv.backward(dy, flat, weight, bias, x.silu, *nodes, heads=heads)
 
 
 def check(x: ConvCase, fwd: Forward = ops.conv_fwd, bwd: Backward = ops.conv_bwd) -> None:
@@ -109,6 +113,16 @@ def check(x: ConvCase, fwd: Forward = ops.conv_fwd, bwd: Backward = ops.conv_bwd
     assert (done.dbias is None) == (x.bias is None)
     if done.dbias is not None:
         assert_close("dbias", done.dbias.cpu(), grads.dbias, ROUNDING[x.bias.dtype])
+
+
+def check_in_sections(x: ConvCase, sizes: list[int], bwd: Backward = ops.conv_bwd) -> None:
+    """The gradient of y in two or three tensors gives the same bits as in one."""
+    *call, dy = x
+    first, *others = (part.contiguous() for part in dy.split(sizes, 2))
+    names = ("dy2", "dy3")[: len(others)]
+    got = bwd(first, *call, **dict(zip(names, others, strict=True)))
+    for a, b in zip(got, bwd(dy, *call), strict=True):
+        assert a is b is None or torch.equal(a, b)
 
 
 def check_repeats(

@@ -10,6 +10,7 @@ from qla_kernels.conv.validate import (
     as_given,
     by_tokens,
     check_bounds,
+    check_norm,
     check_packed,
     check_tensors,
     refusal,
@@ -23,6 +24,8 @@ def causal_conv1d(
     bias: Tensor | None = None,
     activation: str | None = None,
     cu_seqlens: Tensor | None = None,
+    *,
+    qk_l2norm: tuple[int, int] | None = None,
 ) -> Tensor:
     """Computes a depthwise causal convolution over the tokens of each sequence; differentiable.
 
@@ -44,6 +47,10 @@ def causal_conv1d(
         cu_seqlens: [N + 1] int32 or int64 on x's device, the bounds of packed sequences; B is 1.
             Tokens past the last sequence are not read, and their results are 0. None: each batch
             row is a sequence; an x of two dimensions is one sequence.
+        qk_l2norm: (heads, size): the first heads * size channels of y are heads of `size` channels,
+            and each is divided by (sum y^2 + 1e-6)^1/2 before y is rounded. For H queries and H
+            keys of K channels it is (2 * H, K); gated_delta_rule then takes q and k as they are. On
+            a GPU `size` is a multiple of 16 up to 128, or of 32 up to 256.
 
     Returns:
         y in x's shape and dtype; channels are adjacent in memory.
@@ -54,15 +61,16 @@ def causal_conv1d(
             `qla_kernels.conv.refusal`.
     """
     check_tensors(OP, x, weight, bias, activation)
+    norm = check_norm(OP, qk_l2norm, x.shape[1])
     rows = by_tokens(x)
     tables: list[Tensor] = []
     if cu_seqlens is not None:
         check_packed(OP, rows, cu_seqlens)
         tables = [cu_seqlens]
-    require(refusal(x, weight, bias))
+    require(refusal(x, weight, bias, norm))
     if cu_seqlens is not None and _reads_bounds(cu_seqlens):
         check_bounds(OP, rows.shape[1], cu_seqlens)
-    return as_given(convolve(rows, weight, bias, activation is not None, tables), x)
+    return as_given(convolve(rows, weight, bias, activation is not None, tables, norm), x)
 
 
 def _reads_bounds(cu_seqlens: Tensor) -> bool:

@@ -1,9 +1,10 @@
-"""`CausalConv`: the two operators as one differentiable function, and `convolve`, which calls it.
+"""`CausalConv`: the two operators as one differentiable function, and two functions that call it.
 
 Autocast does not change dtypes here: it has no rule for either operator. The gradients are not
 differentiable in turn; differentiating them raises Unsupported.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,15 +14,44 @@ from qla_kernels.conv import ops
 from qla_kernels.conv.validate import OP
 from qla_kernels.derivatives import refuse_second_derivative
 
+NO_NORM = (0, 0)
+
 
 def convolve(
-    x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, tables: list[Tensor]
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    silu: bool,
+    tables: list[Tensor],
+    norm: tuple[int, int] = NO_NORM,
 ) -> Tensor:
-    """Runs a call whose arguments have been checked; x and the result are [B, T, C]."""
-    if not ops.wants_gradients(x, weight, bias):
-        return ops.forward(x, weight, bias, tables, silu)  # autograd takes time
-    y: Tensor = CausalConv.apply(x, weight, bias, silu, *tables)  # type: ignore[no-untyped-call]
-    return y
+    """Runs a call whose arguments have been checked; x and the result are [B, T, C].
+
+    The first norm[0] * norm[1] channels are heads of norm[1] channels, which are normalised.
+    """
+    return convolve_sections(x, weight, bias, silu, tables, norm, (x.shape[2],))[0]
+
+
+def convolve_sections(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    silu: bool,
+    tables: list[Tensor],
+    norm: tuple[int, int],
+    sizes: Sequence[int],
+) -> tuple[Tensor, ...]:
+    """Runs `convolve`, and returns views of the result, of so many channels each; at most three.
+
+    The backward reads their gradients where they are: nothing is put together.
+    """
+    if not ops.wants_gradients(x, weight, bias):  # autograd takes time
+        y = ops.forward(x, weight, bias, tables, silu, *norm)
+        return (y,) if len(sizes) == 1 else y.split(list(sizes), 2)
+    sections: tuple[Tensor, ...] = CausalConv.apply(  # type: ignore[no-untyped-call]
+        x, weight, bias, silu, norm, tuple(sizes), *tables
+    )
+    return sections
 
 
 class CausalConv(torch.autograd.Function):
@@ -29,15 +59,23 @@ class CausalConv(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, *tables: Tensor
-    ) -> Tensor:
-        ctx.silu = silu
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        silu: bool,
+        norm: tuple[int, int],
+        sizes: tuple[int, ...],
+        *tables: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.options = silu, *norm
         ctx.save_for_backward(x, weight, bias, *tables)
-        return ops.forward(x, weight, bias, list(tables), silu)
+        y = ops.forward(x, weight, bias, list(tables), silu, *norm)
+        return (y,) if len(sizes) == 1 else tuple(y.split(list(sizes), 2))
 
     @staticmethod
     @refuse_second_derivative(OP)
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, *tables = ctx.saved_tensors
-        done = ops.backward(dy, x, weight, bias, tables, ctx.silu)
-        return *done, None, *[None] * len(tables)
+        done = ops.backward(dy, x, weight, bias, tables, *ctx.options, *others)
+        return *done, None, None, None, *[None] * len(tables)

@@ -7,12 +7,14 @@
 Nothing here reads a tensor's values, so the host does not wait for the GPU.
 """
 
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from qla_kernels import device, jit
+from qla_kernels.conv.heads import heads_of, tile_ctas
 from qla_kernels.conv.heuristics import run_tokens
 from qla_kernels.conv.kernels import bwd as bwd_kernel
 from qla_kernels.conv.kernels import fwd as fwd_kernel
@@ -29,7 +31,13 @@ _PLACES = {getattr(torch, name): place for place, name in enumerate(DTYPES)}
 
 @torch.no_grad()
 def conv_fwd(
-    x: Tensor, weight: Tensor, bias: Tensor | None, tables: list[Tensor], silu: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tables: list[Tensor],
+    silu: bool,
+    norm_heads: int = 0,
+    norm_size: int = 0,
 ) -> Tensor:
     """Returns y [B, T, C], contiguous, in x's dtype."""
     require_aligned(OP, x=x)
@@ -38,7 +46,7 @@ def conv_fwd(
         return y
     with device.of(x):
         variant = fwd_kernel.Variant(dtype_name(x.dtype), weight.shape[1])
-        run = _run(x, fwd_kernel.schedule(variant).ctas_per_sm)
+        shares = _shares(x, fwd_kernel.schedule(variant).ctas_per_sm, norm_heads, norm_size)
         nodes, parameters = _nodes(x, weight.shape[1], tables), _parameters(weight, bias)
         jit.compile(fwd_kernel, variant)(
             _rows(x),
@@ -47,7 +55,7 @@ def conv_fwd(
             nodes.halo,
             _rows(y),
             *nodes.numbers,
-            run,
+            *shares.numbers,
             *parameters.numbers,
             0.0 if silu else 1.0,
         )
@@ -56,7 +64,16 @@ def conv_fwd(
 
 @torch.no_grad()
 def conv_bwd(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, tables: list[Tensor], silu: bool
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tables: list[Tensor],
+    silu: bool,
+    norm_heads: int = 0,
+    norm_size: int = 0,
+    dy2: Tensor | None = None,
+    dy3: Tensor | None = None,
 ) -> ConvBackward:
     """Returns dx, dweight and dbias, contiguous, in the dtypes of their inputs."""
     require_aligned(OP, x=x)
@@ -64,20 +81,20 @@ def conv_bwd(
     dbias = None if bias is None else bias.new_empty(bias.shape)
     if not dx.numel():
         return ConvBackward(dx, dweight.zero_(), None if dbias is None else dbias.zero_())
-    (B, T, C), W = x.shape, weight.shape[1]
+    C, W = weight.shape
     with device.of(x):
-        dy = readable(dy) if flattens(dy) else dy.contiguous()
+        gradients = _gradients(dy, dy2, dy3)
         variant = bwd_kernel.Variant(dtype_name(x.dtype), W)
-        run = _run(x, bwd_kernel.schedule(variant).ctas_per_sm)
+        shares = _shares(x, bwd_kernel.schedule(variant).ctas_per_sm, norm_heads, norm_size)
         nodes, parameters = _nodes(x, W, tables), _parameters(weight, bias)
-        sums = x.new_empty(-(-B * T // (run * RUNS)), W + 1, C // PIECE, PIECE, dtype=torch.float32)
+        sums = x.new_empty(shares.blocks, W + 1, C // PIECE, PIECE, dtype=torch.float32)
         parts = sums.view(-1, C // PIECE, PIECE)  # placeholder
         tree = ConvTables(*tables) if len(tables) > 1 and tables[3].shape[0] else None
         if tree is not None:  # otherwise no token has parts
             num_parts = tree.shared.shape[0] + tree.readers.shape[0]
             parts = x.new_empty(num_parts, C // PIECE, PIECE, dtype=torch.float32)
         jit.compile(bwd_kernel, variant)(
-            _rows(dy),
+            *gradients.tensors,
             _rows(x),
             *parameters.tensors,
             nodes.bounds,
@@ -86,8 +103,9 @@ def conv_bwd(
             _rows(dx),
             parts,
             sums,
+            *gradients.begins,
             *nodes.numbers,
-            run,
+            *shares.numbers,
             *parameters.numbers,
             0.0 if silu else 1.0,
         )
@@ -117,6 +135,8 @@ def conv_update(
     null_slot: int,
     silu: bool,
     y: Tensor,
+    norm_heads: int = 0,
+    norm_size: int = 0,
 ) -> None:
     """Writes y [N, C], and the rows of the pool [slots, C, W - 1 or more] that are used."""
     require_aligned(UPDATE_OP, x=x, out=y)
@@ -135,6 +155,7 @@ def conv_update(
                 int(indices is not None),
                 null_slot,
                 int(step == 1 and not any(n % PIECE for n in whole)),
+                *heads_of(norm_heads, norm_size),
                 *parameters.numbers,
                 0.0 if silu else 1.0,
             )
@@ -159,6 +180,18 @@ class _Nodes(NamedTuple):
 class _Parameters(NamedTuple):
     tensors: tuple[Tensor, Tensor]  # weight and bias as bytes; weight twice without a bias
     numbers: tuple[int, int, int]  # weight_dtype, bias_dtype, has_bias
+
+
+class _Shares(NamedTuple):
+    """How CTAs share tokens and channels."""
+
+    blocks: int  # of tokens
+    numbers: tuple[int, ...]  # run_tokens, tiles, and the fields of Heads
+
+
+class _Gradients(NamedTuple):
+    tensors: tuple[Tensor, Tensor, Tensor]  # rows of dy1, dy2 and dy3; absent ones are dy1
+    begins: tuple[int, int]  # second and third
 
 
 def _nodes(x: Tensor, width: int, tables: list[Tensor]) -> _Nodes:
@@ -195,7 +228,19 @@ def _rows(x: Tensor) -> Tensor:
     return x.as_strided((B * T, C // PIECE, PIECE), (token, PIECE, 1))
 
 
-def _run(x: Tensor, ctas_per_sm: int) -> int:
-    """Returns the tokens of a run, for a kernel of which an SM holds so many CTAs."""
+def _gradients(*given: Tensor | None) -> _Gradients:
+    """Returns gradients of consecutive channels as the kernel takes them; the first is there."""
+    there = [dy for dy in given if dy is not None]
+    rows = [_rows(readable(dy) if flattens(dy) else dy.contiguous()) for dy in there]
+    ends = list(accumulate(x.shape[1] for x in rows))
+    first, second, third = [*rows, rows[0], rows[0]][:3]
+    return _Gradients((first, second, third), (ends[0], ends[:2][-1]))
+
+
+def _shares(x: Tensor, ctas_per_sm: int, norm_heads: int, norm_size: int) -> _Shares:
+    """Returns the shares for a kernel of which an SM holds so many CTAs."""
     B, T, C = x.shape
-    return run_tokens(B * T, C, ctas_per_sm * device.sm_count(x.device))
+    heads = heads_of(norm_heads, norm_size)
+    tiles, runs = tile_ctas(C, heads), RUNS >> heads.wide
+    run = run_tokens(B * T, tiles, runs, ctas_per_sm * device.sm_count(x.device))
+    return _Shares(-(-B * T // (run * runs)), (run, tiles, *heads))

@@ -9,6 +9,10 @@ In the first two x is [B, T, C]. `tables` describe the sequences:
     [bounds]             B is 1; cu_seqlens, [N + 1] int32 or int64
     all of ConvTables    B is 1; nodes of a tree; cpu.py reads the first two alone
 
+The first norm_heads * norm_size channels are heads that the convolution normalises. The gradient of
+y may lie in three tensors: dy has that of the first channels, dy2 and dy3 those of the channels
+behind it, [B, T, channels of it] each, a multiple of 8.
+
 CPU tensors go to cpu.py and CUDA tensors to launch.py; each has a function named like the operator,
 and is imported when an operator first gets such a tensor. No result shares memory with an argument.
 """
@@ -22,13 +26,17 @@ from qla_kernels.operators import define_direct
 from qla_kernels.programs import Programs
 
 SCHEMAS = {
-    "conv_fwd": "(Tensor x, Tensor weight, Tensor? bias, Tensor[] tables, bool silu) -> Tensor",
+    "conv_fwd": """(
+        Tensor x, Tensor weight, Tensor? bias, Tensor[] tables, bool silu, int norm_heads=0,
+        int norm_size=0
+    ) -> Tensor""",
     "conv_bwd": """(
-        Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor[] tables, bool silu
+        Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor[] tables, bool silu,
+        int norm_heads=0, int norm_size=0, Tensor? dy2=None, Tensor? dy3=None
     ) -> (Tensor dx, Tensor dweight, Tensor? dbias)""",
     "conv_update": """(
         Tensor x, Tensor(a!) rows, Tensor weight, Tensor? bias, Tensor? indices, int null_slot,
-        bool silu, Tensor(b!) y
+        bool silu, Tensor(b!) y, int norm_heads=0, int norm_size=0
     ) -> ()""",
 }
 
@@ -70,14 +78,12 @@ class ConvBackward(NamedTuple):
         return self
 
 
-def _fake_conv_fwd(
-    x: Tensor, weight: Tensor, bias: Tensor | None, tables: list[Tensor], silu: bool
-) -> Tensor:
+def _fake_conv_fwd(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
 def _fake_conv_bwd(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, tables: list[Tensor], silu: bool
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any
 ) -> ConvBackward:
     dbias = None if bias is None else bias.new_empty(bias.shape)
     return ConvBackward(x.new_empty(x.shape), weight.new_empty(weight.shape), dbias)

@@ -7,6 +7,7 @@ from qla_kernels.arguments import checks_contents
 from qla_kernels.conv.ops import conv_update
 from qla_kernels.conv.validate import (
     UPDATE_OP,
+    check_norm,
     check_slots,
     check_update,
     refusal,
@@ -28,6 +29,7 @@ def causal_conv1d_update(
     activation: str | None = None,
     conv_state_indices: Tensor | None = None,
     *,
+    qk_l2norm: tuple[int, int] | None = None,
     null_slot: int = -1,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -47,6 +49,7 @@ def causal_conv1d_update(
             QLA_CHECK=1; otherwise a GPU treats it as padding. The same checks reject int64 values
             that do not fit in int32; otherwise a GPU reads their low word. None: sequence n has
             slot n.
+        qk_l2norm: as in `causal_conv1d`.
         null_slot: -1, or 0 if slot 0 holds no state.
         out: [N, channels] in x's dtype, or x itself; y is written to `out`, and `out` is returned.
 
@@ -57,20 +60,22 @@ def causal_conv1d_update(
         ValueError: the arguments do not fit together.
         Unsupported: this version cannot run the call.
     """
-    arguments = x, conv_state, weight, bias, activation, conv_state_indices, null_slot, out
+    tensors = x, conv_state, weight, bias
+    arguments = *tensors, activation, conv_state_indices, null_slot, out, qk_l2norm
     lookup = None if torch.compiler.is_compiling() else UPDATES.find(*arguments)
     if type(lookup) is tuple:
         for changed in (conv_state, out):
             if changed is not None:
                 torch.autograd.graph.increment_version(changed)
         return out if out is not None else lookup[0]
-    check_update(UPDATE_OP, *arguments)
-    require_update(x, conv_state, weight, bias, conv_state_indices, null_slot, out)
+    check_update(UPDATE_OP, *tensors, activation, conv_state_indices, null_slot, out)
+    norm = check_norm(UPDATE_OP, qk_l2norm, x.shape[1])
+    require_update(*tensors, conv_state_indices, null_slot, out, norm=norm)
 
     def run() -> tuple[Tensor, ...]:
         y = x.new_empty(x.shape) if out is None else out
         silu = activation is not None
-        conv_update(x, conv_state, weight, bias, conv_state_indices, null_slot, silu, y)
+        conv_update(*tensors, conv_state_indices, null_slot, silu, y, *norm)
         return (y,) if out is None else ()
 
     results = UPDATES.record(arguments, run) if lookup is RECORD else run()
@@ -86,13 +91,15 @@ def require_update(
     null_slot: int,
     out: Tensor | None,
     op: str = UPDATE_OP,
+    norm: tuple[int, int] | None = None,
 ) -> None:
     """Raises Unsupported if this version cannot run a well-formed call.
 
     Under QLA_CHECK=1 this check also reads the slots, and raises ValueError if a slot is wrong. The
-    arguments are those of `causal_conv1d_update`; `rows` is conv_state.
+    arguments are those of `causal_conv1d_update`; `rows` is conv_state, and
+    `norm` is qk_l2norm.
     """
-    require(refusal(x, weight, bias, op=op))
+    require(refusal(x, weight, bias, norm, op=op))
     require(refused_rows(op, rows))
     if out is not None and out.is_cuda and (reason := refused_strides("out", out)):
         require(need(op, *reason))

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from qla_kernels import device
-from qla_kernels.arguments import check_words
+from qla_kernels.arguments import check_words, integer
+from qla_kernels.conv import heads
 from qla_kernels.conv.shapes import CHANNELS, WIDTHS
 from qla_kernels.derivatives import refuse_forward_mode
 from qla_kernels.errors import need
@@ -38,6 +39,7 @@ def refusal(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
+    qk_l2norm: tuple[int, int] | None = None,
     *,
     capability: tuple[int, int] | None = None,
     op: str = OP,
@@ -47,14 +49,14 @@ def refusal(
     The answer is the same with and without gradients.
 
     Args:
-        x, weight, bias: as in `causal_conv1d`, well formed.
+        x, weight, bias, qk_l2norm: as in `causal_conv1d`, well formed.
         capability: answer for a GPU of this compute capability, whatever the tensors' device.
         op: the name of the function, which begins the returned text.
     """
     reason = _refused_everywhere(x, weight, bias)
     if reason is None and (x.is_cuda or capability is not None):
         capability = capability or device.capability(x.device)
-        reason = _refused_on_cuda(x, weight, bias, capability)
+        reason = _refused_on_cuda(x, weight, bias, capability) or _refused_heads(qk_l2norm)
     return None if reason is None else need(op, *reason)
 
 
@@ -110,6 +112,28 @@ def _refused_on_cuda(
         return got, needs, f"pass {contiguous}, or one row at a time"
     refused = refused_strides("x as [B, T, channels]", rows)
     return None if refused is None else (*refused[:2], f"pass {contiguous}")
+
+
+def _refused_heads(norm: tuple[int, int] | None) -> Reason | None:
+    if norm is None or not norm[0] or heads.takes(norm[1]):
+        return None
+    fix = "normalise with gated_delta_rule's use_qk_l2norm_in_kernel, or with torch"
+    return f"qk_l2norm has heads of {norm[1]} channels", f"{heads.SIZES} on SM90", fix
+
+
+def check_norm(op: str, norm: tuple[int, int] | None, channels: int) -> tuple[int, int]:
+    """Returns qk_l2norm as operators take it; raises ValueError if it does not fit the channels."""
+    if norm is None:
+        return 0, 0
+    if not isinstance(norm, tuple | list) or len(norm) != 2:
+        fix = "pass (2 * H, K) for H queries and H keys"
+        raise ValueError(need(op, f"qk_l2norm={norm!r}", "(heads, channels of a head)", fix))
+    count, size = (integer(op, "qk_l2norm", number) for number in norm)
+    if count < 0 or size < 1 or count * size > channels:
+        needs = f"positive numbers with a product of at most {channels}, the channels of x"
+        fix = "pass (2 * H, K) for H queries and H keys"
+        raise ValueError(need(op, f"qk_l2norm={tuple(norm)}", needs, fix))
+    return count, size
 
 
 def check_tensors(

@@ -5,7 +5,7 @@ from torch import Tensor
 from qla_kernels.arguments import integer
 from qla_kernels.conv.autograd import convolve
 from qla_kernels.conv.shapes import WIDTHS
-from qla_kernels.conv.validate import as_given, by_tokens, check_tensors, refusal
+from qla_kernels.conv.validate import as_given, by_tokens, check_norm, check_tensors, refusal
 from qla_kernels.dualkv.plan import SharedLayout
 from qla_kernels.errors import need
 from qla_kernels.hybrid.conv_tables import OP, prepare
@@ -19,6 +19,8 @@ def shared_prefix_conv1d(
     bias: Tensor | None,
     layout: SharedLayout,
     activation: str | None = None,
+    *,
+    qk_l2norm: tuple[int, int] | None = None,
 ) -> Tensor:
     """Computes `causal_conv1d` over packed sequences that store shared prefixes once.
 
@@ -37,6 +39,7 @@ def shared_prefix_conv1d(
         bias: [channels]; 0 if None.
         layout: the `layout` of a `SharedBatch`, or SharedLayout.from_forest(..); on x's device.
         activation: None, "silu" or "swish".
+        qk_l2norm: as in `causal_conv1d`.
 
     Returns:
         y in x's shape and dtype; channels are adjacent in memory.
@@ -47,11 +50,12 @@ def shared_prefix_conv1d(
             `qla_kernels.conv.refusal`.
     """
     check_tensors(OP, x, weight, bias, activation)
+    norm = check_norm(OP, qk_l2norm, x.shape[1])
     rows = by_tokens(x)
     check_layout(OP, "x", rows, layout)
-    require(refusal(x, weight, bias, op=OP))
+    require(refusal(x, weight, bias, norm, op=OP))
     tables = prepare(layout, weight.shape[1])
-    return as_given(convolve(rows, weight, bias, activation is not None, tables), x)
+    return as_given(convolve(rows, weight, bias, activation is not None, tables, norm), x)
 
 
 def prepare_conv1d(layout: SharedLayout, width: int) -> None:

@@ -10,7 +10,7 @@ from qla_kernels.conv import launch
 from qla_kernels.conv.kernels import fwd, join_parts, weight_sums
 from qla_kernels.hybrid.conv_tables import tree_tables
 from tests.compare import FP32, assert_close
-from tests.conv_check import ROUNDING, case, check, check_repeats
+from tests.conv_check import ROUNDING, case, check, check_in_sections, check_repeats
 from tests.conv_inputs import FORESTS, LENGTHS
 from tests.dualkv_inputs import grown
 
@@ -119,15 +119,77 @@ def test_values_of_every_size():
         assert launch.conv_bwd(x.dy, *scaled[:-1]).dx.isfinite().all()
 
 
+# Heads that share a warp in every way, with and without idle lanes or places past the last
+HEADS = [
+    (3, 16),
+    (5, 32),
+    (2, 64),
+    (3, 64),
+    (1, 48),
+    (2, 96),
+    (1, 128),
+    (3, 112),
+    (2, 192),
+    (1, 256),
+]
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_heads_of_every_size(heads):
+    count, size = heads
+    for others in (0, 8, 136):
+        run(case([20, 1, 9], "cpu", count * size + others, heads=heads, padding=3))
+    run(case(FORESTS["short nodes"], "cpu", count * size + 8, heads=heads, bias=False))
+
+
+@pytest.mark.parametrize("variant", fwd.VARIANTS, ids=jit.variant_id)
+@pytest.mark.kernels("conv.fwd", "conv.bwd")
+def test_heads_in_every_variant(variant):
+    kind = {"dtype": getattr(torch, variant.dtype), "width": variant.W}
+    for heads in ((2, 64), (1, 192)):
+        run(case([70, 1, 2, 40], "cpu", 200, heads=heads, silu=False, **kind))
+        run(case(TREE, "cpu", 200, heads=heads, **kind))
+        run(case((2, 30), "cpu", 200, heads=heads, **kind))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 37, 1000])
+def test_heads_in_runs_of_any_length(tokens, monkeypatch):
+    monkeypatch.setattr(launch, "run_tokens", lambda *_: tokens)
+    for heads in ((1, 128), (1, 256)):
+        run(case([3, 1, 90, 0, 40], "cpu", 264, heads=heads, projection=16))
+
+
+def test_a_gradient_in_sections():
+    for heads, sizes in (
+        ((2, 64), [64, 64, 40]),
+        ((4, 16), [32, 32, 8]),
+        ((2, 192), [192, 192, 200]),
+    ):
+        x = case([20, 9], "cpu", sum(sizes), heads=heads)
+        check_in_sections(x, sizes, launch.conv_bwd)
+        check_in_sections(x, [sizes[0], sum(sizes[1:])], launch.conv_bwd)
+
+
+def test_heads_of_zeros_and_of_numbers_of_every_size():
+    """y is 0 for a head of zeros; its gradient and those of large numbers are finite."""
+    x = case([9], "cpu", 136, heads=(1, 128), bias=False)
+    assert not launch.conv_fwd(*x._replace(x=0 * x.x)[:-1]).any()
+    for size in (0, 1e-4, 1e2, 1e4, 1e30):
+        scaled = x._replace(x=x.x * size)
+        assert launch.conv_fwd(*scaled[:-1]).isfinite().all()
+        assert launch.conv_bwd(x.dy, *scaled[:-1]).dx.isfinite().all()
+
+
 def test_interleavings_leave_no_trace(seeds):
     x = case(TREE, "cpu", channels=136)
-    repeats = functools.partial(check_repeats, x, launch.conv_fwd)
+    wide = case([70, 9], "cpu", channels=264, heads=(1, 256))
 
     def bwd(*args):
         seeds["seed"] += 1
         return launch.conv_bwd(*args)
 
-    repeats(bwd, times=4)
+    for given in (x, wide):
+        check_repeats(given, launch.conv_fwd, bwd, times=4)
 
 
 def test_wrong_tables_stay_inside():

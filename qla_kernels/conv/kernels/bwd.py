@@ -2,6 +2,8 @@
 
 Per token t and channel, over the tokens of t's own node; z_t as in fwd:
     dz_t = dy_t act'(z_t)          dx_t = sum_j w_j dz_{t+j}     j = 0 .. W-1
+In a normalised head, with y_t = act(z_t), r = (sum y_t^2 + 1e-6)^-1/2 and sums over the head, dy_t
+is r d_t - r^3 (sum d_t y_t) y_t, where d_t is the gradient that comes in.
 and per CTA, over the tokens of its runs:
     sums = sum_t dz_t x[source(t, W-1-j)] for each j, then sum_t dz_t                   [W + 1]
 The same formula as for dx_t, at the W - 1 places before a node's first token, gives the parts of
@@ -12,23 +14,34 @@ Steps (numbers appear again in the code), for a warp, which owns 128 channels of
     1 grad   find the run's first node
     2 grad   at the start of the run and of each node: the W - 1 rows of x before
     3 grad   load x and dy of the token 4 places ahead
-    4 grad   z once more, dz; add to the sums
+    4 grad   z once more, in a warp of heads y and two rows' sums; dz; add to the sums
     5 grad   dx of the token W - 1 places before, rounded once, out; or its part, in fp32
     6 grad   sums over the warps, through shared memory
 
 Bounded by memory: x and dy are read once and dx written once.
 Why this shape: as fwd. A warp walks W - 1 tokens past its run, or computes with dz = 0 past a
 node's end, so each token's gradient has one writer and no atomics are needed. Reading x again and
-computing z again costs less than reading a z that the forward saved. Sums stay in registers until
-the warp's run ends.
+computing z again costs less than reading a z that the forward saved; so do the norms. Sums stay in
+registers until the warp's run ends. dy may lie in three tensors, gradients of queries, keys and
+values, so that nobody puts them together.
 """
 
 from typing import Any, NamedTuple
 
 import qla_kernels.tile.language as T
+from qla_kernels.conv.heads import Heads
+from qla_kernels.conv.kernels.heads import (
+    HEADS_SOURCE,
+    Warp,
+    find_piece,
+    pair_barriers,
+    gradients_of_heads,
+    uniform,
+)
 from qla_kernels.conv.kernels.numbers import SOURCE, factor
 from qla_kernels.conv.kernels.walk import (
     Nodes,
+    Sections,
     bound,
     clear_rows,
     convolved,
@@ -41,11 +54,13 @@ from qla_kernels.conv.kernels.walk import (
     move_line,
     put_row,
 )
-from qla_kernels.conv.shapes import GIVEN, KEPT, PIECE, RUNS, TILE, WIDTHS
+from qla_kernels.conv.shapes import GIVEN, KEPT, LANES, PIECE, RUNS, TILE, WIDTHS
 from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.schedule import Role, Schedule
 
 BWD_ROWS = 4  # rows of x, and of dy, that a thread has loaded ahead
+NORM_ROWS = 1  # of them, whose norms are computed together
 
 
 class Variant(NamedTuple):
@@ -58,7 +73,8 @@ VARIANTS = tuple(Variant(dtype, W) for dtype in ("bfloat16", "float16") for W in
 PASS_CONFIGS = {
     "tl.enable_fast_math": True,
     "tl.ptxas_register_usage_level": 10,  # lower levels spill a few numbers
-    "tl.disable_thread_storage_sync": True,  # written out: once, before the warps' sums are added
+    # written out: before the warps' sums are added, and where the two warps of a wide head meet
+    "tl.disable_thread_storage_sync": True,
     "tl.disable_safe_memory_legalize": True,  # rows and channels are guarded
 }
 
@@ -66,7 +82,8 @@ PASS_CONFIGS = {
 def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(Role("grad", warps=RUNS, regs=128, computes="dx, parts, sums"),),
-        smem_bytes=RUNS * (variant.W + 1) * TILE * 4,
+        named=pair_barriers(RUNS),
+        smem_bytes=RUNS * (variant.W + 1) * TILE * 4,  # a wide head's sums lie there, too
         ctas_per_sm=2,
     )
 
@@ -84,14 +101,16 @@ class Registers(NamedTuple):
 
 
 @T.macro
-def grad(x, dy, dx, parts, rows, nodes, r, W, run, end_run, piece, least):
+def grad(x, dy, dx, parts, rows, nodes, of, r, W, run, end_run, piece, least, norms):
+    """Takes a run of tokens; `norms` says at compile time whether the warp's channels are heads."""
     num_tokens = x.shape[0]
     node, begin, end, first, stop, t = (T.alloc_var("int32") for _ in range(6))
     first = run
     find_node(nodes, run, num_tokens, node)  # 1
+    node = uniform(node)
     while (node < nodes.num_nodes) & (first < end_run):
-        begin = T.min(bound(nodes, node, num_tokens), first)
-        end = bound(nodes, node + 1, num_tokens)
+        begin = uniform(T.min(bound(nodes, node, num_tokens), first))
+        end = uniform(bound(nodes, node + 1, num_tokens))
         stop = T.min(end, end_run)
         if first < stop:
             load_window(x, nodes, r.line, r.x, node, begin, first, piece, num_tokens)  # 2
@@ -100,12 +119,17 @@ def grad(x, dy, dx, parts, rows, nodes, r, W, run, end_run, piece, least):
                     r.dline[i, e] = 0
             load_rows(x, r.x, first, end - 1, piece)
             load_rows(dy, r.dy, first, end - 1, piece)
-            take_head(x, dy, parts, rows, nodes, r, W, first, node, begin, stop, end, piece, least)
+            take_head(
+                x, dy, parts, rows, nodes, of, r, W, first, node, begin, stop, end, piece, least,
+                norms,
+            )  # fmt: skip
             t = first + W - 1
             while t + BWD_ROWS <= stop:
-                take_rows(x, dy, dx, r, W, t, end - 1, piece, least)
+                take_rows(x, dy, dx, of, r, W, t, end - 1, piece, least, norms)
                 t += BWD_ROWS
-            take_tail(x, dy, dx, parts, rows, nodes, r, W, t, node, stop, end, piece, least)
+            take_tail(
+                x, dy, dx, parts, rows, nodes, of, r, W, t, node, stop, end, piece, least, norms
+            )
         first = T.max(first, end)
         node += 1
     if node == nodes.num_nodes:
@@ -113,39 +137,47 @@ def grad(x, dy, dx, parts, rows, nodes, r, W, run, end_run, piece, least):
 
 
 @T.macro
-def take_rows(x, dy, dx, r, W, t, last, piece, least):
+def take_rows(x, dy, dx, of, r, W, t, last, piece, least, norms):
     """Takes BWD_ROWS tokens of the run, and writes dx of those W - 1 places before them."""
     r_dx = T.alloc_local((PIECE,), dx.dtype)
-    for u in T.unroll(BWD_ROWS):
-        for e in T.unroll(PIECE):
-            r.line[W - 1 + u, e] = r.x[u, e]
-            r.dline[W - 1 + u, e] = r.dy[u, e]
-        load_row(x, r.x, u, t + BWD_ROWS + u, last, piece)  # 3
-        load_row(dy, r.dy, u, t + BWD_ROWS + u, last, piece)
-        for e in T.unroll(PIECE):
-            differentiate(r, W, u, e, least)  # 4
-            add_to_sums(r, W, u, e, r.dline[W - 1 + u, e])
-            r_dx[e] = gathered(r, W, u, e)  # 5
-        put_row(dx, r_dx, t + u - (W - 1), piece)
+    rows = NORM_ROWS if norms else 1
+    for u in T.unroll(0, BWD_ROWS, rows):
+        for i in T.unroll(rows):
+            for e in T.unroll(PIECE):
+                r.line[W - 1 + u + i, e] = r.x[u + i, e]
+                r.dline[W - 1 + u + i, e] = r.dy[u + i, e]
+            load_row(x, r.x, u + i, t + BWD_ROWS + u + i, last, piece)  # 3
+            load_row(dy, r.dy, u + i, t + BWD_ROWS + u + i, last, piece)
+        if norms:
+            differentiate_heads(r, W, u, rows, of, least)  # 4
+        for i in T.unroll(rows):
+            for e in T.unroll(PIECE):
+                if not norms:
+                    differentiate(r, W, u, e, least)
+                add_to_sums(r, W, u + i, e, r.dline[W - 1 + u + i, e])
+                r_dx[e] = gathered(r, W, u + i, e)  # 5
+            put_row(dx, r_dx, t + u + i - (W - 1), piece)
     move_line(r.line, W - 1, BWD_ROWS)
     move_line(r.dline, W - 1, BWD_ROWS)
 
 
 @T.macro
-def take_head(x, dy, parts, rows, nodes, r, W, first, node, begin, stop, end, piece, least):
+def take_head(
+    x, dy, parts, rows, nodes, of, r, W, first, node, begin, stop, end, piece, least, norms
+):
     """Takes the first W - 1 tokens; at a node's start it writes parts of its halo's gradients."""
     r_part = T.alloc_local((PIECE,), "float32")
     row = T.alloc_var("int32")
     for i in rolled(W - 1):
-        take_token(x, dy, r, r_part, W, first + i, stop, end, piece, least)
+        take_token(x, dy, of, r, r_part, W, first + i, stop, end, piece, least, norms)
         if (nodes.in_tree != 0) & (first == begin):
-            row = rows[node, GIVEN]
+            row = uniform(rows[node, GIVEN])
             if (row >= 0) & (nodes.halo[node, i] >= 0):
                 put_part(parts, r_part, row - (W - 2) + i, piece)
 
 
 @T.macro
-def take_tail(x, dy, dx, parts, rows, nodes, r, W, t, node, stop, end, piece, least):
+def take_tail(x, dy, dx, parts, rows, nodes, of, r, W, t, node, stop, end, piece, least, norms):
     """Takes the run's last tokens and W - 1 more, until dx of its last token is complete.
 
     dx of a token that other nodes read is a part.
@@ -156,11 +188,11 @@ def take_tail(x, dy, dx, parts, rows, nodes, r, W, t, node, stop, end, piece, le
     tail = end
     row = 0
     if nodes.in_tree != 0:
-        row = rows[node, KEPT]
+        row = uniform(rows[node, KEPT])
         if row >= 0:
-            tail = T.max(end - (W - 1), bound(nodes, node, x.shape[0]))
+            tail = T.max(end - (W - 1), uniform(bound(nodes, node, x.shape[0])))
     for i in rolled(stop + W - 1 - t):
-        take_token(x, dy, r, r_part, W, t + i, stop, end, piece, least)
+        take_token(x, dy, of, r, r_part, W, t + i, stop, end, piece, least, norms)
         token = t + i - (W - 1)
         if token < tail:
             for e in T.unroll(PIECE):
@@ -171,7 +203,7 @@ def take_tail(x, dy, dx, parts, rows, nodes, r, W, t, node, stop, end, piece, le
 
 
 @T.macro
-def take_token(x, dy, r, r_part, W, t, stop, end, piece, least):
+def take_token(x, dy, of, r, r_part, W, t, stop, end, piece, least, norms):
     """Takes one token, which may be past the run's last, and then does not add to the sums.
 
     r_part is the gradient of the token W - 1 places before. Past the node's last token dz is 0.
@@ -182,8 +214,11 @@ def take_token(x, dy, r, r_part, W, t, stop, end, piece, least):
         r.dline[W - 1, e] = r.dy[0, e]
     load_next(x, r.x, t + BWD_ROWS, end - 1, piece)  # 3
     load_next(dy, r.dy, t + BWD_ROWS, end - 1, piece)
+    if norms:
+        differentiate_heads(r, W, 0, 1, of, least)  # 4
     for e in T.unroll(PIECE):
-        differentiate(r, W, 0, e, least)  # 4
+        if not norms:
+            differentiate(r, W, 0, e, least)
         if t >= end:
             r.dline[W - 1, e] = 0
         r_own[e] = r.dline[W - 1, e]
@@ -211,6 +246,21 @@ def differentiate(r, W, u, e, least):
 
 
 @T.macro
+def differentiate_heads(r, W, u, rows, of, least):
+    """Does what `differentiate` does to all channels of some rows from u on, whose y has a norm."""
+    r_y = T.alloc_local((rows, PIECE), "float32")
+    r_slope = T.alloc_local((rows, PIECE), "float32")
+    z, s = T.alloc_var("float32"), T.alloc_var("float32")
+    for i in T.unroll(rows):
+        for e in T.unroll(PIECE):
+            z = convolved(r.line, r.w, r.b, u + i, e)
+            s = factor(z, least)
+            r_y[i, e] = z * s
+            r_slope[i, e] = s + s * (z - r_y[i, e])
+    gradients_of_heads(r_y, r_slope, r.dline, W - 1 + u, of)
+
+
+@T.macro
 def add_to_sums(r, W, u, e, dz):
     for j in T.unroll(W):
         r.sum[j, e] += dz * r.line[u + j, e]
@@ -226,37 +276,45 @@ def gathered(r, W, u, e):
 
 
 @T.macro
-def add_warps(sums, s_sum, r_sum, W, block, piece):
-    """Adds r_sum over the warps, in their order, and writes the CTA's sums: step 6."""
-    lane, warp = T.get_thread_binding() % 32, T.get_thread_binding() // 32
+def add_warps(sums, s_sum, r_sum, W, wide, block, piece):
+    """Adds r_sum over the warps of a tile, in their order, and writes the CTA's sums: step 6."""
+    lane, warp = T.get_thread_binding() % LANES, T.get_thread_binding() // LANES
     r_total = T.alloc_local((PIECE,), "float32")
+    which = T.alloc_var("int32")
     for j in T.unroll(W + 1):
         for e in T.vectorized(PIECE):
             s_sum[warp, j, lane * PIECE + e] = r_sum[j, e]
     T.sync_threads()
-    if warp <= W:  # a warp adds one of the W + 1 sums
-        for e in T.unroll(PIECE):
-            r_total[e] = 0
-        for other in T.unroll(RUNS):
+    for step in rolled(1 + wide):  # a warp adds one of the W + 1 sums of its tile, or two
+        which = T.shift_right(warp, wide) + step * (RUNS // 2)
+        if (which <= W) & (piece < sums.shape[2]):
             for e in T.unroll(PIECE):
-                r_total[e] += s_sum[other, warp, lane * PIECE + e]
-        if piece < sums.shape[2]:
+                r_total[e] = 0
+            for other in T.unroll(RUNS):
+                if T.bitwise_and(other ^ warp, wide) == 0:
+                    for e in T.unroll(PIECE):
+                        r_total[e] += s_sum[other, which, lane * PIECE + e]
             for e in T.vectorized(PIECE):
-                sums[block, warp, piece, e] = r_total[e]
+                sums[block, which, piece, e] = r_total[e]
 
 
 def build(variant: Variant):
     plan = schedule(variant)
+    pair = NamedBarrier(plan, "pair")
     W = variant.W
-    num_tokens, pieces, x_token, dy_token = T.dynamic("num_tokens, pieces, x_token, dy_token")
-    num_bounds, bound_step, num_halos = T.dynamic("num_bounds, bound_step, num_halos")
-    weight_bytes, bias_bytes, num_parts, blocks = T.dynamic(
-        "weight_bytes, bias_bytes, num_parts, blocks"
+    num_tokens, pieces, x_token, num_parts, blocks = T.dynamic(
+        "num_tokens, pieces, x_token, num_parts, blocks"
     )
+    pieces1, pieces2, pieces3 = T.dynamic("pieces1, pieces2, pieces3")
+    step1, step2, step3 = T.dynamic("step1, step2, step3")
+    num_bounds, bound_step, num_halos = T.dynamic("num_bounds, bound_step, num_halos")
+    weight_bytes, bias_bytes = T.dynamic("weight_bytes, bias_bytes")
 
     @T.prim_func
     def bwd(
-        dy: T.StridedTensor((num_tokens, pieces, PIECE), (dy_token, PIECE, 1), variant.dtype),
+        dy1: T.StridedTensor((num_tokens, pieces1, PIECE), (step1, PIECE, 1), variant.dtype),
+        dy2: T.StridedTensor((num_tokens, pieces2, PIECE), (step2, PIECE, 1), variant.dtype),
+        dy3: T.StridedTensor((num_tokens, pieces3, PIECE), (step3, PIECE, 1), variant.dtype),
         x: T.StridedTensor((num_tokens, pieces, PIECE), (x_token, PIECE, 1), variant.dtype),
         # as bytes of any float dtype
         weight: T.Tensor((weight_bytes,), "uint8"),
@@ -267,20 +325,27 @@ def build(variant: Variant):
         dx: T.Tensor((num_tokens, pieces, PIECE), variant.dtype),
         parts: T.Tensor((num_parts, pieces, PIECE), "float32"),
         sums: T.Tensor((blocks, W + 1, pieces, PIECE), "float32"),
+        second: T.int32,  # piece at which the channels of dy2 begin; `pieces` if there are none
+        third: T.int32,
         length: T.int32,  # tokens of each node of a dense batch; 0: they follow from bounds
         num_nodes: T.int32,
         in_tree: T.int32,  # 0: halo and rows are not read
         run_tokens: T.int32,  # tokens of a run
+        tiles: T.int32,  # CTAs that share a run's channels
+        head_pieces: T.int32,  # the fields of Heads
+        head_tiles: T.int32,
+        head_lanes: T.int32,
+        reach: T.int32,
+        wide: T.int32,
         weight_dtype: T.int32,
         bias_dtype: T.int32,
         has_bias: T.int32,
         least: T.float32,  # act(z) / z: 0 for silu, 1 for no activation
     ):
-        tiles = T.ceildiv(pieces * PIECE, TILE)
         with T.Kernel(blocks * tiles, threads=plan.threads) as cta:
             T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
-            T.import_source(SOURCE)
-            tx = T.get_thread_binding()
+            T.import_source(SOURCE + HEADS_SOURCE)
+            lane, warp = T.get_thread_binding() % LANES, uniform(T.get_thread_binding() // LANES)
             s_sum = T.alloc_shared((RUNS, W + 1, TILE), "float32")
             r_x = T.alloc_local((BWD_ROWS, PIECE), variant.dtype)
             r_dy = T.alloc_local((BWD_ROWS, PIECE), variant.dtype)
@@ -290,18 +355,32 @@ def build(variant: Variant):
             r_b = T.alloc_local((PIECE,), "float32")
             r_sum = T.alloc_local((W + 1, PIECE), "float32")
             r = Registers(r_x, r_dy, r_line, r_dline, r_w, r_b, r_sum)
-            block, piece, run = (T.alloc_var("int32") for _ in range(3))
+            block, tile, start, piece, run = (T.alloc_var("int32") for _ in range(5))
+            which, inner = T.alloc_var("int32"), T.alloc_var("int32")
+            heads = Heads(head_pieces, head_tiles, head_lanes, reach, wide)
             block = T.truncdiv(cta, tiles)
-            piece = (cta - block * tiles) * (TILE // PIECE) + tx % 32
-            run = (block * RUNS + tx // 32) * run_tokens
+            tile = T.shift_left(cta - block * tiles, wide) + T.bitwise_and(warp, wide)
+            find_piece(heads, tile, start, piece)
+            if piece >= pieces:  # such a lane repeats what the tile's first does
+                piece -= lane
+            run = (T.shift_right(block * RUNS, wide) + T.shift_right(warp, wide)) * run_tokens
             T.clear(r_sum)
-            if (run < num_tokens) & (piece < pieces):
+            if (run < num_tokens) & (start < pieces):
                 load_weights(
                     weight, bias, r_w, r_b, piece * PIECE, weight_dtype, bias_dtype, has_bias
                 )
+                which = T.if_then_else(piece < second, 0, T.if_then_else(piece < third, 1, 2))
+                inner = piece - T.if_then_else(
+                    piece < second, 0, T.if_then_else(piece < third, second, third)
+                )
+                dy = Sections((dy1, dy2, dy3), (step1, step2, step3), which, inner)
                 nodes = Nodes(bounds, halo, length, num_nodes, in_tree)
+                of = Warp(s_sum, pair.id(warp // 2), head_lanes, reach, wide)
                 end_run = T.min(run + run_tokens, num_tokens)
-                grad(x, dy, dx, parts, rows, nodes, r, W, run, end_run, piece, least)
-            add_warps(sums, s_sum, r_sum, W, block, piece)
+                if tile < head_tiles:
+                    grad(x, dy, dx, parts, rows, nodes, of, r, W, run, end_run, piece, least, True)
+                else:
+                    grad(x, dy, dx, parts, rows, nodes, of, r, W, run, end_run, piece, least, False)
+            add_warps(sums, s_sum, r_sum, W, wide, block, piece)
 
     return bwd

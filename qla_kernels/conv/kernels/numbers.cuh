@@ -10,6 +10,16 @@ __device__ __forceinline__ void load_8_bytes(T *to, const T *from) {
   *reinterpret_cast<uint2 *>(to) = __ldg(reinterpret_cast<const uint2 *>(from));
 }
 
+// From one of three tensors with rows so many elements apart. Which one does not change in a loop,
+// so that the compiler chooses once.
+template <class T>
+__device__ __forceinline__ void load_section(T *to, const T *a, const T *b, const T *c, int which,
+                                          int row, int step_a, int step_b, int step_c, int piece) {
+  const T *from = which == 0 ? a : which == 1 ? b : c;
+  const int step = which == 0 ? step_a : which == 1 ? step_b : step_c;
+  load_8_bytes(to, from + piece * 4 + int64_t(row) * step);
+}
+
 template <class T, int Count>
 __device__ __forceinline__ void numbers_as(float *to, const unsigned char *from, int first) {
 #pragma unroll

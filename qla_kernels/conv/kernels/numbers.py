@@ -19,6 +19,22 @@ def load_piece(to: Any, from_: Any) -> Any:
     return T.call_extern("handle", "qla::load_8_bytes", to, from_)
 
 
+def load_section(to: Any, sections: Any, row: Any) -> Any:
+    """Loads PIECE numbers of `row` of the tensor of `sections` that has this thread's channels."""
+    to = T.access_ptr(to, "w", PIECE)
+    from_ = [T.access_ptr(x[0, 0, 0], "r", PIECE) for x in sections.tensors]
+    return T.call_extern(
+        "handle",
+        "qla::load_section",
+        to,
+        *from_,
+        sections.which,
+        row,
+        *sections.steps,
+        sections.piece,
+    )
+
+
 def numbers(to: Any, from_: Any, first: Any, dtype: Any) -> Any:
     """Loads to.shape[0] numbers, from number `first` on, as fp32; `dtype` is a place in DTYPES."""
     size = to.shape[0]

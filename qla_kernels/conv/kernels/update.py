@@ -3,11 +3,12 @@
 Per sequence n and channel, with the slot's row of W - 1 numbers, the oldest first:
     line = [row, x_n]        z = b + sum_j weight[j] line[j]        y_n = z, or z / (1 + e^-z)
     row  = line[1 ..]
+The first channels may be heads to normalise: these get y_n (sum over the head y_n^2 + 1e-6)^-1/2.
 A sequence without a slot gets y = 0, and nothing of it is written.
 
 Steps (numbers appear again in the code), for a thread, which owns 4 channels of a sequence:
     1 conv   load the row and x
-    2 conv   z, y rounded once, out
+    2 conv   z, y, the norm in a warp of heads; rounded once, out
     3 conv   write the row
 
 Bounded by memory: the row is read and written once, x read and y written once.
@@ -20,13 +21,24 @@ uses up. The kernel that follows may start while this one runs (`await_previous`
 from typing import NamedTuple
 
 import qla_kernels.tile.language as T
+from qla_kernels.conv.heads import Heads
+from qla_kernels.conv.kernels.heads import (
+    HEADS_SOURCE,
+    SUMS,
+    Warp,
+    find_piece,
+    normalise,
+    pair_barriers,
+    pair_bytes,
+)
 from qla_kernels.conv.kernels.numbers import SOURCE, factor
 from qla_kernels.conv.kernels.walk import convolved
-from qla_kernels.conv.shapes import PIECE, WIDTHS
+from qla_kernels.conv.shapes import LANES, PIECE, WIDTHS
 from qla_kernels.tile.dependent import await_previous
+from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.schedule import Role, Schedule
 
-UPDATE_WARPS = 4  # a CTA: 512 channels of a sequence
+UPDATE_WARPS = 4  # a CTA: 4 tiles of channels of a sequence
 
 UPDATE_SOURCE = """
 namespace qla {
@@ -84,6 +96,7 @@ VARIANTS = tuple(Variant(dtype, W) for dtype in ("bfloat16", "float16") for W in
 
 PASS_CONFIGS = {
     "tl.enable_fast_math": True,
+    "tl.disable_thread_storage_sync": True,  # written out: the two warps of a wide head meet
     "tl.disable_safe_memory_legalize": True,  # channels and slots are guarded
 }
 
@@ -91,6 +104,8 @@ PASS_CONFIGS = {
 def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(Role("conv", warps=UPDATE_WARPS, regs=64, computes="y, and the row"),),
+        named=pair_barriers(UPDATE_WARPS),
+        smem_bytes=pair_bytes(UPDATE_WARPS),
         ctas_per_sm=8,
     )
 
@@ -109,11 +124,13 @@ def taps(to, from_, first, dtype):
 
 
 @T.macro
-def conv(x, rows, y, r_w, r_b, r_y, n, slot, channel, step, adjacent, least):
+def conv(x, rows, y, of, norms, r_w, r_b, n, slot, channel, step, adjacent, least):
     """Updates a thread's channels of sequence n."""
     W = r_w.shape[0] // PIECE
     r_row = T.alloc_local((W, PIECE), x.dtype)
     r_line = T.alloc_local((W, PIECE), "float32")
+    r_y = T.alloc_local((1, PIECE), "float32")
+    r_out = T.alloc_local((PIECE,), y.dtype)
     z = T.alloc_var("float32")
     for j in T.unroll(W - 1):  # 1
         move_channels("load", r_row[j, 0], rows[slot, channel, j], step, adjacent)
@@ -123,14 +140,19 @@ def conv(x, rows, y, r_w, r_b, r_y, n, slot, channel, step, adjacent, least):
             r_line[j, e] = r_row[j, e]
     for e in T.unroll(PIECE):  # 2
         z = convolved(r_line, r_w, r_b, 0, e)
-        r_y[e] = z * factor(z, least)
-    move_channels("store", y[n, channel], r_y[0], 1, 1)
+        r_y[0, e] = z * factor(z, least)
+    if norms != 0:
+        normalise(r_y, of)
+    for e in T.unroll(PIECE):
+        r_out[e] = r_y[0, e]
+    move_channels("store", y[n, channel], r_out[0], 1, 1)
     for j in T.unroll(W - 1):  # 3
         move_channels("store", rows[slot, channel, j], r_row[j + 1, 0], step, adjacent)
 
 
 def build(variant: Variant):
     plan = schedule(variant)
+    pair = NamedBarrier(plan, "pair")
     W = variant.W
     num, channels, x_row, y_row = T.dynamic("num, channels, x_row, y_row")
     num_slots, row_n, row_c, row_t = T.dynamic("num_slots, row_n, row_c, row_t")
@@ -149,34 +171,48 @@ def build(variant: Variant):
         has_indices: T.int32,  # 0: sequence n has slot n
         null_slot: T.int32,  # sequences with at most this slot are padding
         adjacent: T.int32,  # channels of a row can be read 4 at a time
+        head_pieces: T.int32,  # the fields of Heads
+        head_tiles: T.int32,
+        head_lanes: T.int32,
+        reach: T.int32,
+        wide: T.int32,
         weight_dtype: T.int32,
         bias_dtype: T.int32,
         has_bias: T.int32,
         least: T.float32,  # act(z) / z: 0 for silu, 1 for no activation
     ):
-        tiles = T.ceildiv(channels, plan.threads * PIECE)
+        pieces = T.truncdiv(channels, PIECE)
+        others = T.ceildiv(pieces - head_pieces, LANES)  # tiles
+        tiles = T.ceildiv(head_tiles + others, UPDATE_WARPS)  # CTAs of a sequence
         with T.Kernel(num * tiles, threads=plan.threads) as cta:
             T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
-            T.import_source(SOURCE + UPDATE_SOURCE)
+            T.import_source(SOURCE + UPDATE_SOURCE + HEADS_SOURCE)
+            warp = T.get_thread_binding() // LANES
+            s_pair = T.alloc_shared((UPDATE_WARPS, 1, SUMS), "float32")
             r_w = T.alloc_local((PIECE * W,), "float32")
             r_b = T.alloc_local((PIECE,), "float32")
-            r_y = T.alloc_local((PIECE,), variant.dtype)
-            n, channel, slot = (T.alloc_var("int32") for _ in range(3))
+            r_out = T.alloc_local((PIECE,), variant.dtype)
+            n, tile, start, piece, channel, slot = (T.alloc_var("int32") for _ in range(6))
+            heads = Heads(head_pieces, head_tiles, head_lanes, reach, wide)
             n = T.truncdiv(cta, tiles)
-            channel = ((cta - n * tiles) * plan.threads + T.get_thread_binding()) * PIECE
+            tile = (cta - n * tiles) * UPDATE_WARPS + warp
+            find_piece(heads, tile, start, piece)
+            channel = piece * PIECE
             slot = n
             await_previous()
             if has_indices != 0:
                 slot = indices[n]
             if channel < channels:
+                of = Warp(s_pair, pair.id(warp // 2), head_lanes, reach, wide)
+                norms = T.if_then_else(tile < head_tiles, 1, 0)
                 if (slot > null_slot) & (slot < num_slots):
                     taps(r_w, weight[0], channel * W, weight_dtype)
                     T.clear(r_b)
                     if has_bias != 0:
                         taps(r_b, bias[0], channel, bias_dtype)
-                    conv(x, rows, y, r_w, r_b, r_y, n, slot, channel, row_c, adjacent, least)
+                    conv(x, rows, y, of, norms, r_w, r_b, n, slot, channel, row_c, adjacent, least)
                 else:
-                    T.clear(r_y)
-                    move_channels("store", y[n, channel], r_y[0], 1, 1)
+                    T.clear(r_out)
+                    move_channels("store", y[n, channel], r_out[0], 1, 1)
 
     return update

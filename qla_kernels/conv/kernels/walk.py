@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import qla_kernels.tile.language as T
-from qla_kernels.conv.kernels.numbers import load_piece, numbers
+from qla_kernels.conv.kernels.numbers import load_piece, load_section, numbers
 from qla_kernels.conv.shapes import PIECE
 from qla_kernels.tile.bounds import clamped
 
@@ -23,6 +23,15 @@ class Nodes(NamedTuple):
     length: Any  # tokens of each node of a dense batch, or 0
     num_nodes: Any
     in_tree: Any  # 0: halo is not read, and nothing is before a node
+
+
+class Sections(NamedTuple):
+    """A gradient whose channels lie in three tensors, and the place of a thread's piece in them."""
+
+    tensors: tuple[Any, Any, Any]  # [tokens, pieces of it, PIECE]
+    steps: tuple[Any, Any, Any]  # elements between their tokens
+    which: Any  # tensor that has the piece
+    piece: Any  # number of the piece there
 
 
 def bound(nodes: Nodes, n: Any, num_tokens: Any) -> Any:
@@ -87,11 +96,15 @@ def load_rows(x, r_row, token, last, piece):
 def load_row(x, r_row, u, token, last, piece):
     """Loads row u of r_row: that of `token`, or of `last` if that comes before.
 
-    So loads need no branch, and a thread can issue those of the next tokens before it computes.
+    x is a tensor, or Sections, which have the thread's piece. Loads need no branch, so that a
+    thread can issue those of the next tokens before it computes.
     """
     row = T.alloc_var("int32")  # so that the address is a product of 32-bit numbers
     row = T.min(token, last)
-    load_piece(r_row[u, 0], x[row, piece, 0])
+    if isinstance(x, Sections):
+        load_section(r_row[u, 0], x, row)
+    else:
+        load_piece(r_row[u, 0], x[row, piece, 0])
 
 
 @T.macro
