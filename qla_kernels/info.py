@@ -52,6 +52,7 @@ ATTENTION = ("dualkv", "sparse_ring")  # they share attn
 STANDARD: dict[str, list[tuple[int, ...]]] = {
     "gdn": [(1, 64, 2, 128)] * 3,
     "conv": [(64, 128), (128, 4)],
+    "norm": [(64, 2, 128), (64, 2, 128), (128,)],
     "dualkv": [(64, 2, 128)] * 3,
     "sparse_ring": [(1, 128, 2, 128)] * 3,
 }

@@ -25,6 +25,7 @@ from qla_kernels.dualkv.shapes import HEAD_SIZES
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn.shapes import VALUE_KERNELS, key_room, leaves_values, part_columns
 from qla_kernels.native import prebuilt
+from qla_kernels.norm.heuristics import columns_of
 from qla_kernels.sm90 import DTYPES, dtype_name
 
 INTERRUPTED = 130  # the exit status that shells report after Ctrl-C
@@ -87,6 +88,8 @@ def _needs(model: Model, kernel: jit.Kernel, variant: Any) -> bool:
     if family in ("gdn", "conv"):
         sizes = ("K", key_room(model.K)), ("V", part_columns(model.V)), ("W", model.width)
         return all(fields.get(name, size) == size for name, size in sizes)
+    if family == "norm":
+        return fields.get("V") in (None, columns_of(model.V))
     # some kernels of attention have a size, some are for large ones, and the others for small ones
     large = model.head_dim == HEAD_SIZES[-1] and fields.get("wide", False)
     return family in ("dualkv", "attn") and (fields.get("D") == model.head_dim or large)

@@ -22,6 +22,7 @@ from .gdn_chunked import Forward, chunked, compute_dtype
 from .gdn_segments import segmented
 from .gdn_shards import backward_link, forward_link
 from .gdn_tree import TreeForward, tree_chunked, tree_chunked_backward
+from .norm import gated_rms_norm
 
 __all__ = [
     "Anchored",
@@ -168,15 +169,6 @@ def _l2norm(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     wide = x.to(compute_dtype(x))
     rstd = (wide.square().sum(-1, keepdim=True) + eps).rsqrt()
     return wide * rstd, rstd
-
-
-def gated_rms_norm(
-    o: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6, sigmoid: bool = False
-) -> Tensor:
-    """y = o (mean o^2 + eps)^-1/2 weight act(z) over the last axis; act is silu, or sigmoid."""
-    wide, z = o.to(compute_dtype(o)), z.to(compute_dtype(o))
-    y = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.to(wide)
-    return (y * z.sigmoid() * (1 if sigmoid else z)).to(o.dtype)
 
 
 def gate(x: Tensor, A_log: Tensor, dt_bias: Tensor | None = None) -> Tensor:

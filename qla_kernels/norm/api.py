@@ -1,0 +1,54 @@
+"""The public function `gated_rms_norm`: checks a call, then refuses or runs it."""
+
+from torch import Tensor
+
+from qla_kernels.norm.autograd import normalise
+from qla_kernels.norm.validate import OP, check_options, check_packed, check_tensors, refusal
+from qla_kernels.sm90 import require
+
+
+def gated_rms_norm(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    activation: str = "silu",
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Divides each head of x by its RMS, then multiplies by a weight and a gate; differentiable.
+
+        y = x / sqrt(mean x^2 + eps) * weight * act(gate)        over the V columns of a head
+
+    Computes in fp32 (fp64 if x is fp64) and rounds once. This is the function of transformers'
+    `...RMSNormGated`, which rounds x / sqrt(..) and its product with the weight as well, and of
+    FLA's `FusedRMSNormGated`. On a CPU, tensors may have any strides, in bf16, fp16, fp32 or fp64.
+    A GPU must be a Hopper; x and gate are then bf16 or fp16, V is a multiple of 8 up to 512, columns
+    are adjacent in memory, and all other strides are multiples of 16 bytes, as in a slice of a
+    projection; weight may be bf16, fp16 or fp32. Saves x, gate and weight alone. Gradients are
+    deterministic. Second derivatives and forward-mode tangents raise Unsupported.
+
+    Args:
+        x: [B, T, HV, V], [T, HV, V], or [N, V].
+        gate: as x, in x's dtype.
+        weight: [V].
+        eps: a float, added to the mean of x^2.
+        activation: act of the gate: "silu", "swish" (the same as silu) or "sigmoid".
+        cu_seqlens: [N + 1] int32 or int64 on x's device, the bounds of packed sequences; B is 1.
+            Tokens past the last sequence are not read, and their results are 0. None: all tokens
+            are read.
+
+    Returns:
+        y in x's shape and dtype, contiguous.
+
+    Raises:
+        ValueError: the arguments do not fit together.
+        Unsupported: the arguments fit, but this version cannot run them; see
+            `qla_kernels.norm.refusal`.
+    """
+    check_tensors(OP, x, gate, weight)
+    check_options(OP, eps, activation)
+    if cu_seqlens is not None:
+        check_packed(OP, x, cu_seqlens)
+    require(refusal(x, gate, weight))
+    tables = [] if cu_seqlens is None else [cu_seqlens]
+    return normalise(x, gate, weight, tables, eps, activation != "sigmoid")

@@ -1,0 +1,83 @@
+"""`GatedRMSNorm`: the two operators as one differentiable function, and `normalise`, which calls it.
+
+Autocast does not change dtypes here: it has no rule for either operator. The gradients are not
+differentiable in turn; differentiating them raises Unsupported.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qla_kernels.derivatives import refuse_second_derivative
+from qla_kernels.norm import ops
+from qla_kernels.norm.validate import OP
+
+
+def normalise(
+    x: Tensor, gate: Tensor, weight: Tensor, tables: list[Tensor], eps: float, silu: bool
+) -> Tensor:
+    """Runs a call whose arguments have been checked."""
+    if not ops.wants_gradients(x, gate, weight):
+        return ops.forward(x, gate, weight, tables, eps, silu)  # autograd takes time
+    y: Tensor = GatedRMSNorm.apply(  # type: ignore[no-untyped-call]
+        x, gate, weight, eps, silu, *tables
+    )
+    return y
+
+
+class GatedRMSNorm(torch.autograd.Function):
+    """Runs gated_norm_fwd, and gated_norm_bwd in the backward. Saves its inputs alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, silu: bool, *tables: Tensor
+    ) -> Tensor:
+        ctx.eps, ctx.silu = eps, silu
+        ctx.save_for_backward(x, gate, weight, *tables)
+        return ops.forward(x, gate, weight, list(tables), eps, silu)
+
+    @staticmethod
+    @refuse_second_derivative(OP)
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, gate, weight, *tables = ctx.saved_tensors
+        done = ops.backward(dy, x, gate, weight, tables, ctx.eps, ctx.silu)
+        return *done, None, None, *[None] * len(tables)
+
+
+class _Packed(NamedTuple):
+    """What other hooks made of a saved tensor."""
+
+    value: Any
+
+
+def without_saving(y: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor:
+    """Returns project(y), where y is a result of `normalise` in any shape of contiguous memory.
+
+    What `project` saves of y for its backward is not kept: it is computed again from the tensors
+    that the norm saves. Other saved tensors go to hooks of torch.autograd.graph that are already
+    active, such as those of activation checkpointing. Without gradients, and in compiled code,
+    where the compiler decides what to keep, this only calls `project`.
+    """
+    node = y.grad_fn
+    while node is not None and not isinstance(node, GatedRMSNorm._backward_cls):
+        node = node.next_functions[0][0] if node.next_functions else None
+    if torch.compiler.is_compiling() or node is None or not y.numel():
+        return project(y)
+    place = y.data_ptr(), y.numel(), y.dtype
+    others = torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+    def pack(x: Tensor) -> Any:
+        if x.is_contiguous() and place == (x.data_ptr(), x.numel(), x.dtype):
+            return x.shape
+        return x.detach() if others is None else _Packed(others[0](x))
+
+    def unpack(kept: Any) -> Tensor:
+        if isinstance(kept, torch.Size):
+            x, gate, weight, *tables = node.saved_tensors
+            return ops.forward(x, gate, weight, tables, node.eps, node.silu).view(kept)
+        return kept if isinstance(kept, Tensor) else others[1](kept.value)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return project(y)
