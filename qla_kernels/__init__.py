@@ -19,7 +19,7 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from qla_kernels import conv, dualkv, gdn, hybrid, integrations, sparse_ring
+    from qla_kernels import conv, dualkv, gdn, hybrid, integrations, norm, sparse_ring
     from qla_kernels.conv.api import causal_conv1d
     from qla_kernels.conv.update import causal_conv1d_update
     from qla_kernels.dualkv.api import shared_prefix_attention
@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from qla_kernels.gdn.prefill.api import prefill_gated_delta_rule
     from qla_kernels.hybrid.conv import shared_prefix_conv1d
     from qla_kernels.hybrid.delta import shared_prefix_gated_delta_rule
+    from qla_kernels.hybrid.layer import gated_delta_net
     from qla_kernels.hybrid.step import decode_gated_delta_net
+    from qla_kernels.norm.api import gated_rms_norm
     from qla_kernels.sparse_ring.api import sparse_attention, sparse_ring_attention
 
 __version__ = "0.1.0"
@@ -58,9 +60,12 @@ __all__ = [
     "dualkv",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
+    "gated_delta_net",
+    "gated_rms_norm",
     "gdn",
     "hybrid",
     "integrations",
+    "norm",
     "pack_padded",
     "pack_prefix_tree",
     "pack_shared_prompts",
@@ -89,6 +94,8 @@ _HOME = {
     "decode_gated_delta_net": "qla_kernels.hybrid.step",
     "fused_recurrent_gated_delta_rule": "qla_kernels.gdn.decode.api",
     "fused_recurrent_gdn": "qla_kernels.gdn.decode.api",
+    "gated_delta_net": "qla_kernels.hybrid.layer",
+    "gated_rms_norm": "qla_kernels.norm.api",
     "pack_padded": "qla_kernels.dualkv.padded",
     "pack_prefix_tree": "qla_kernels.dualkv.prefix_tree",
     "pack_shared_prompts": "qla_kernels.dualkv.prompts",
@@ -102,7 +109,7 @@ _HOME = {
     "sparse_ring_attention": "qla_kernels.sparse_ring.api",
     "verify_gated_delta_rule": "qla_kernels.gdn.decode.verify",
 }
-_FAMILIES = ("conv", "dualkv", "gdn", "hybrid", "sparse_ring")
+_FAMILIES = ("conv", "dualkv", "gdn", "hybrid", "norm", "sparse_ring")
 
 
 def __getattr__(name: str) -> object:

@@ -38,6 +38,7 @@ def refusal(
     *,
     capability: tuple[int, int] | None = None,
     op: str = OP,
+    names: tuple[str, str] = ("x", "gate"),
 ) -> str | None:
     """Returns the reason why this version cannot run the call, or None if it can run the call.
 
@@ -47,11 +48,12 @@ def refusal(
         x, gate, weight: as in `gated_rms_norm`, well formed.
         capability: answer for a GPU of this compute capability, whatever the tensors' device.
         op: the name of the function, which begins the returned text.
+        names: what that function calls x and gate.
     """
     reason = _refused_everywhere(x, weight)
     if reason is None and (x.is_cuda or capability is not None):
         capability = capability or device.capability(x.device)
-        reason = _refused_on_cuda(x, gate, weight, capability)
+        reason = _refused_on_cuda({names[0]: x, names[1]: gate}, weight, capability)
     return None if reason is None else need(op, *reason)
 
 
@@ -72,22 +74,24 @@ def _refused_everywhere(x: Tensor, weight: Tensor) -> Reason | None:
 
 
 def _refused_on_cuda(
-    x: Tensor, gate: Tensor, weight: Tensor, capability: tuple[int, int]
+    rows: dict[str, Tensor], weight: Tensor, capability: tuple[int, int]
 ) -> Reason | None:
     if capability != CAPABILITY:
         got = f"device capability {capability[0]}.{capability[1]}"
         needs = f"{CAPABILITY[0]}.{CAPABILITY[1]} (Hopper)"
         return got, needs, f"run on an H100 or H200, or {ELSEWHERE}"
+    both, (name, x) = " and ".join(rows), next(iter(rows.items()))
     if x.dtype not in DTYPES:
-        got, needs = f"x is {dtype_name(x.dtype)}", f"{one_of(DTYPES)} on SM90"
-        return got, needs, f"cast x and gate, or {ELSEWHERE}"
+        got, needs = f"{name} is {dtype_name(x.dtype)}", f"{one_of(DTYPES)} on SM90"
+        return got, needs, f"cast {both}, or {ELSEWHERE}"
     if weight.dtype not in WEIGHTS:
-        return f"weight is {dtype_name(weight.dtype)}", one_of(WEIGHTS), "cast weight"
+        got = f"the norm's weight is {dtype_name(weight.dtype)}"
+        return got, one_of(WEIGHTS), "cast it"
     V = x.shape[-1]
     if V % PIECE or V > COLUMNS[-1]:
         needs = f"a multiple of {PIECE} up to {COLUMNS[-1]} on SM90"
-        return f"head dimension V={V}", needs, f"pad x, gate and weight, or {ELSEWHERE}"
-    for name, tensor in (("x", x), ("gate", gate)):
+        return f"head dimension V={V}", needs, f"pad {both} and the weight, or {ELSEWHERE}"
+    for name, tensor in rows.items():
         if not flattens(tensor):
             got = f"the rows of a batch of {name} have stride {tensor.stride(0)}"
             needs = f"{tensor.shape[1] * tensor.stride(1)}, the tokens of a row"

@@ -1,0 +1,199 @@
+"""The public function `gated_delta_net`: what a layer does between its projections."""
+
+import torch
+from torch import Tensor
+
+from qla_kernels.arguments import checks_contents, flag, integer
+from qla_kernels.conv import validate as conv
+from qla_kernels.conv.autograd import convolve_sections
+from qla_kernels.derivatives import refuse_forward_mode
+from qla_kernels.dualkv.plan import SharedLayout
+from qla_kernels.errors import need
+from qla_kernels.gdn import chunk_gated_delta_rule
+from qla_kernels.gdn.validate import wants_gradients
+from qla_kernels.hybrid import conv_tables
+from qla_kernels.hybrid.delta import shared_prefix_gated_delta_rule
+from qla_kernels.hybrid.layouts import check_layout
+from qla_kernels.hybrid.recompute import Convolution, recomputed_rule
+from qla_kernels.norm import validate as norm
+from qla_kernels.norm.autograd import normalise
+from qla_kernels.sm90 import dtype_name, expect_tensors, require
+
+OP = "gated_delta_net"
+
+
+def gated_delta_net(
+    mixed_qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor | None,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None = None,
+    conv_activation: str | None = "silu",
+    *,
+    key_heads: int,
+    z: Tensor,
+    norm_weight: Tensor,
+    norm_eps: float = 1e-6,
+    z_activation: str = "silu",
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = True,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    layout: SharedLayout | None = None,
+    recompute: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Computes a gated delta net from its input projections to its output projection.
+
+        q, k, v = causal_conv1d(mixed_qkv), q and k divided by their L2 norms
+        o = chunk_gated_delta_rule(q, k, v, g, sigmoid(b))     g = -exp(A_log) softplus(a + dt_bias)
+        y = gated_rms_norm(o, z)
+
+    Equals a call of these three functions, with fewer launches: the convolution divides q and k by
+    their norms and its backward reads the three gradients where they are. Differentiable once, in
+    every tensor. Saves mixed_qkv, q, k, v, o and z, and what the gated delta rule saves.
+
+    Args:
+        mixed_qkv: [B, T, 2 H K + HV V]: H queries, H keys and HV values of each token.
+        a, b: [B, T, HV], the inputs of the gate and of beta's sigmoid.
+        A_log, dt_bias: [HV]; dt_bias may be None.
+        conv_weight: [2 H K + HV V, width], width from 2 to 4.
+        conv_bias, conv_activation: as in `causal_conv1d`.
+        key_heads: H.
+        z: [B, T, HV, V] in mixed_qkv's dtype, the input of the output gate; z may be a slice of a
+            projection.
+        norm_weight: [V], the weight of the RMSNorm.
+        norm_eps, z_activation: eps and activation of `gated_rms_norm`.
+        scale, output_final_state, allow_neg_eigval, state_v_first: as in `chunk_gated_delta_rule`.
+        initial_state: of the gated delta rule, as there; the convolution begins each sequence with
+            zeros.
+        use_qk_l2norm_in_kernel: False leaves q and k as they are.
+        cu_seqlens, cu_seqlens_cpu: bounds of packed sequences, as in `chunk_gated_delta_rule`.
+        layout: the `layout` of a `SharedBatch`: packed sequences that store shared prefixes once, as
+            in `shared_prefix_gated_delta_rule`. Not with cu_seqlens or initial_state.
+        recompute: do not save q, k and v: the backward runs the convolution again. Ignored in a
+            compiled graph.
+
+    Returns:
+        y [B, T, HV, V] in mixed_qkv's dtype, and the final state as in `chunk_gated_delta_rule`, or
+        None.
+
+    Raises:
+        ValueError: the arguments do not fit together.
+        Unsupported: the arguments fit, but this version cannot run them.
+    """
+    tensors = {"mixed_qkv": mixed_qkv, "a": a, "b": b, "A_log": A_log, "conv_weight": conv_weight}
+    expect_tensors(OP, **tensors, z=z, norm_weight=norm_weight)
+    H, K, HV, V = _sizes(mixed_qkv, a, b, A_log, z, norm_weight, key_heads)
+    normed = flag(OP, "use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel)
+    tables = _sequences(mixed_qkv, conv_weight, initial_state, cu_seqlens, layout)
+    heads = (2 * H, K) if normed else None
+    norm.check_options(OP, norm_eps, z_activation)
+    rows = mixed_qkv.mT  # as torch's convolutions take them
+    conv.check_tensors(OP, rows, conv_weight, conv_bias, conv_activation)
+    require(conv.refusal(rows, conv_weight, conv_bias, heads, op=OP))
+    require(norm.refusal(z, z, norm_weight, op=OP, names=("z", "z")))
+    refuse_forward_mode(OP, z, norm_weight)
+    convolution = Convolution(
+        mixed_qkv,
+        conv_weight,
+        conv_bias,
+        conv_activation is not None,
+        (2 * H, K) if normed else (0, 0),
+        (H, K, HV, V),
+        tables,
+    )
+    inputs = mixed_qkv, a, b, A_log, dt_bias, conv_weight, conv_bias, initial_state
+    again = flag(OP, "recompute", recompute) and wants_gradients(inputs)
+    options = {
+        "scale": scale, "output_final_state": output_final_state, "state_v_first": state_v_first,
+        "allow_neg_eigval": allow_neg_eigval, "A_log": A_log, "dt_bias": dt_bias,
+    }  # fmt: skip
+    if again and not torch.compiler.is_compiling():
+        o, final = recomputed_rule(
+            OP, convolution, a, b, initial_state, cu_seqlens, cu_seqlens_cpu, layout, **options
+        )
+    else:
+        q, k, v = convolution.heads(convolve_sections(*convolution.call(), convolution.widths()))
+        options |= {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+        if layout is not None:
+            o, final = shared_prefix_gated_delta_rule(q, k, v, a, b, layout, **options)
+        else:
+            bounds = {"cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu}
+            o, final = chunk_gated_delta_rule(
+                q, k, v, a, b, initial_state=initial_state, **bounds, **options
+            )
+    ends = [] if cu_seqlens is None else [cu_seqlens]
+    return normalise(o, z, norm_weight, ends, norm_eps, z_activation != "sigmoid"), final
+
+
+def _sizes(
+    mixed_qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    z: Tensor,
+    norm_weight: Tensor,
+    key_heads: int,
+) -> tuple[int, int, int, int]:
+    """Returns H, K, HV and V. Raises ValueError unless the tensors have one of each."""
+    H = integer(OP, "key_heads", key_heads)
+    if mixed_qkv.dim() != 3:
+        got = f"mixed_qkv has shape {tuple(mixed_qkv.shape)}"
+        raise ValueError(need(OP, got, "[B, T, 2 H K + HV V]", "add a batch dimension"))
+    B, T, C = mixed_qkv.shape
+    if z.dim() != 4 or z.shape[:2] != mixed_qkv.shape[:2]:
+        got, needs = f"z has shape {tuple(z.shape)}", f"[B, T, HV, V] with B={B} and T={T}"
+        raise ValueError(need(OP, got, needs, "split its last dimension into heads"))
+    HV, V = z.shape[2:]
+    for name, x, shape, form in (
+        ("a", a, (B, T, HV), "[B, T, HV]"), ("b", b, (B, T, HV), "[B, T, HV]"),
+        ("A_log", A_log, (HV,), "[HV]"), ("norm_weight", norm_weight, (V,), "[V]"),
+    ):  # fmt: skip
+        if x.shape != shape:
+            got, needs = f"{name} has shape {tuple(x.shape)}", f"{form} = {shape}, as z says"
+            raise ValueError(need(OP, got, needs, f"reshape {name} or z"))
+    if H < 1 or HV % H:
+        got, needs = f"key_heads={H} with {HV} value heads", "a divisor of the value heads"
+        raise ValueError(need(OP, got, needs, "pass the number of key heads"))
+    if C <= HV * V or (C - HV * V) % (2 * H):
+        got = f"mixed_qkv has {C} channels, {HV * V} of them values"
+        needs = f"2 K for each of {H} key heads besides"
+        raise ValueError(need(OP, got, needs, "pass queries, keys and values, in this order"))
+    for name, x in (("z", z), ("norm_weight", norm_weight)):
+        if x.device != mixed_qkv.device:
+            got, fix = f"{name} is on {x.device}", f"pass {name}.to(mixed_qkv.device)"
+            raise ValueError(need(OP, got, f"{mixed_qkv.device}, as mixed_qkv", fix))
+    if z.dtype != mixed_qkv.dtype:
+        got, needs = f"z is {dtype_name(z.dtype)}", f"{dtype_name(mixed_qkv.dtype)}, as mixed_qkv"
+        raise ValueError(need(OP, got, needs, "cast one of them"))
+    return H, (C - HV * V) // (2 * H), HV, V
+
+
+def _sequences(
+    mixed_qkv: Tensor,
+    conv_weight: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    layout: SharedLayout | None,
+) -> list[Tensor]:
+    """Returns the convolution's tables. Raises ValueError unless they describe the tokens."""
+    if layout is not None:
+        for name, x in (("cu_seqlens", cu_seqlens), ("initial_state", initial_state)):
+            if x is not None:
+                fix = "leave it out: the layout says where sequences begin, from a state of 0"
+                raise ValueError(need(OP, f"{name} beside layout", "one of the two", fix))
+        check_layout(OP, "mixed_qkv", mixed_qkv, layout)
+        return list(conv_tables.prepare(layout, conv_weight.shape[-1]))
+    if cu_seqlens is None:
+        return []
+    conv.check_packed(OP, mixed_qkv, cu_seqlens)
+    is_read = cu_seqlens.is_cpu or checks_contents()
+    if is_read and not torch.compiler.is_compiling():
+        conv.check_bounds(OP, mixed_qkv.shape[1], cu_seqlens)
+    return [cu_seqlens]
