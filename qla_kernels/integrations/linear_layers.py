@@ -48,7 +48,7 @@ def rule(
     q and k are [1, T, H, K], v is [1, T, HV, V], g and beta are [1, T, HV]. Raises ValueError for
     more than one row, a cache, or cu_seqlens beside the layout.
     """
-    _check_row(q.shape[0], q.shape[1], layout)
+    check_row(q.shape[0], q.shape[1], layout)
     if initial_state is not None or output_final_state:
         raise ValueError(need(OP, "a cache of states", "none", "pass use_cache=False"))
     _check_alone("cu_seq_lens_q", cu_seqlens)
@@ -72,7 +72,7 @@ def convolution(
     x and the result are [1, C, T], weight is [C, W]. Raises ValueError for more than one row, or
     for seq_idx beside the layout.
     """
-    _check_row(x.shape[0], x.shape[2], shared_prefix)
+    check_row(x.shape[0], x.shape[2], shared_prefix)
     _check_alone("seq_idx", seq_idx)
     weight = weight.to(x.dtype)  # under autocast weights are fp32, and x is not
     bias = None if bias is None else bias.to(x.dtype)
@@ -146,7 +146,8 @@ def refuse_replica(layer: nn.Module) -> None:
         raise Unsupported(need("a gated-delta-net layer", got, needs, fix))
 
 
-def _check_row(rows: int, tokens: int, layout: SharedLayout) -> None:
+def check_row(rows: int, tokens: int, layout: SharedLayout) -> None:
+    """Raises ValueError unless a call has one row, of the layout's tokens."""
     if rows != 1:
         fix = "pack them, and pass batch.input_ids[None]"
         raise ValueError(need(OP, f"a batch of {rows} rows", "one packed row", fix))

@@ -13,6 +13,9 @@ layer. Since 5.15 a layer calls functions of its Python module, which all models
 convolution runs. In a call of the model with `shared_prefix=`, convolution and gated delta rule
 follow the layout of the packed batch (linear_layers.py, transformers_dualkv.py).
 
+Since 5.15 `swap` also gives the layers that it knows a forward that runs all between their
+projections in `gated_delta_net` (mixers.py): calls without a cache then need fewer launches.
+
 With `swap(model, batch_invariant=True)` rollouts have the bits of a training forward: rollouts.py.
 
 The gated delta rule has no fallback: a call that our functions refuse, such as fp32 on a GPU,
@@ -33,12 +36,13 @@ import torch
 from torch import Tensor, nn
 
 from qla_kernels import device
+from qla_kernels.arguments import flag
 from qla_kernels.dualkv import SharedLayout
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from qla_kernels.gdn.keywords import is_invariant
 from qla_kernels.gdn.validate import refusal
-from qla_kernels.integrations import packed_calls, rollouts
+from qla_kernels.integrations import mixers, packed_calls, rollouts
 from qla_kernels.integrations.layout import readable
 from qla_kernels.integrations.linear_layers import (
     KEY,
@@ -129,6 +133,10 @@ TAKES: dict[Callable[..., Any], Callable[..., Any]] = {  # the function whose ke
     chunk: chunk_gated_delta_rule,
     recurrent: fused_recurrent_gated_delta_rule,
 }
+NOT_WHOLE = (
+    "no layer's forward is one that we know; need layers of transformers from 5.15 on, and no"
+    " batch_invariant; leave it out"
+)
 BEFORE = "before_qla_kernels"  # the attribute that keeps the original functions
 BESIDE = "beside_qla_kernels"  # of modules of a model all of whose linear layers hold ours
 PACKED = "packed_call_of_qla_kernels"  # of layers that hold functions: a PackedCall
@@ -154,7 +162,9 @@ class SwappedLayers(NamedTuple):
         return f"qla_kernels runs in {layers}"
 
 
-def swap(model: nn.Module, batch_invariant: bool | None = None) -> int:
+def swap(
+    model: nn.Module, batch_invariant: bool | None = None, recompute: bool | None = None
+) -> int:
     """Makes the gated-delta-net layers of `model` call our functions; a repeat changes nothing.
 
     Later calls of the model without a cache are checked (packed_calls.py): a packed batch whose
@@ -168,6 +178,9 @@ def swap(model: nn.Module, batch_invariant: bool | None = None) -> int:
             forward without a cache and in `generate`, whatever else is in the batch; calls for
             which this is impossible raise Unsupported. None: no change for layers that are already
             swapped; otherwise True under QLA_BATCH_INVARIANT=1.
+        recompute: True saves memory in training: the backward runs convolutions and gated norms
+            again, whose results are then not saved. Only in layers of `whole`; logs a warning if
+            there are none. None: no change for layers that are already swapped; otherwise False.
 
     Returns:
         The number of layers of `model` that call our functions; logs a warning if it is 0.
@@ -178,6 +191,7 @@ def swap(model: nn.Module, batch_invariant: bool | None = None) -> int:
             refuse. A layer that moves to a GPU later raises in its first call.
     """
     expect_module("swap", model)
+    again = None if recompute is None else flag("swap", "recompute", recompute)
     holders, sharers = list(_holders(model)), list(_sharers(model))
     _check_parallel(model)
     for layer in (*holders, *(layer for layer, _ in sharers)):
@@ -196,6 +210,9 @@ def swap(model: nn.Module, batch_invariant: bool | None = None) -> int:
             theirs = getattr(home, name, None)
             if theirs is not None and not hasattr(theirs, BEFORE):
                 setattr(home, name, _in_place_of(theirs, ours))
+        _take_region(layer, home, again)
+    if again and not whole(model):
+        log.warning("swap: recompute=True changes nothing: %s", NOT_WHOLE)
     if holders or sharers:
         packed_calls.watch(model)
     else:
@@ -223,6 +240,9 @@ def restore(model: nn.Module) -> int:
         if (call := module.__dict__.pop(CALL, None)) is not None:
             call.forget()
     sharers = list(_sharers(model))
+    for layer, _ in sharers:
+        mixers.give_back(layer)
+        mixers.give_norm_back(layer)
     undone = [home for _, home in sharers if hasattr(getattr(home, SHARES), BEFORE)]
     for home in undone:
         for name in (*SHARED, CONVOLVES):
@@ -248,6 +268,16 @@ def status(model: nn.Module) -> SwappedLayers:
     return SwappedLayers(ours, others)
 
 
+def whole(model: nn.Module) -> dict[str, int]:
+    """Returns how many layers run all between their projections in our functions, by class.
+
+    They do so in calls without a cache, unless another library replaced their forward later.
+    """
+    expect_module("whole", model)
+    layers = (layer for layer in model.modules() if mixers.is_taken_over(layer))
+    return dict(Counter(type(layer).__name__ for layer in layers))
+
+
 def layers_that_take_layouts(model: nn.Module) -> tuple[int, str | None]:
     """Returns (number of layers, name): the gated-delta-net layers of `model` that follow layouts.
 
@@ -257,7 +287,8 @@ def layers_that_take_layouts(model: nn.Module) -> tuple[int, str | None]:
     """
     sharers = [(layer, home) for layer, home in _sharers(model) if _takes_layouts(home)]
     layers = [*filter(_follows, _holders(model)), *(layer for layer, _ in sharers)]
-    others = [layer for layer in layers if "forward" in layer.__dict__]
+    others = [x for x in layers if "forward" in x.__dict__]
+    others = [layer for layer in others if not mixers.is_ours(layer.__dict__["forward"])]
     others = [layer for layer in others if not hasattr(layer, "_old_forward")]  # accelerate's
     others += [x for x, home in sharers if type(x).forward.__module__ != home.__name__]
     return len(layers), type(others[0]).__name__ if others else None
@@ -350,6 +381,20 @@ def _set_call(layer: nn.Module, batch_invariant: bool | None, handed_on: bool) -
     if call is not None:
         call.watch(layer)
     return True
+
+
+def _take_region(layer: nn.Module, home: ModuleType, recompute: bool | None) -> None:
+    """Gives a layer our forward, and its norm; one that is batch invariant keeps its own forward.
+
+    Its rollouts run the functions of the Python module, and a forward has to have their bits.
+    """
+    mixers.take_norm(layer)
+    if layer.__dict__[CALL] is not None:
+        mixers.give_back(layer)
+        return
+    before = layer.__dict__.get(mixers.REGION)
+    again = before is not None and before.recompute if recompute is None else recompute
+    mixers.take_over(layer, home, again)
 
 
 def _mark(model: nn.Module) -> None:

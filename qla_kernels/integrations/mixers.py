@@ -1,0 +1,287 @@
+"""Gated-delta-net layers of transformers whose forward is ours, and their norms.
+
+A layer that `take_over` changed calls its projections as modules, and `gated_delta_net` between
+them. Calls with a cache run the layer's own forward, and so do other calls that need it: of layers
+whose convolution or norm has hooks, and of packs that only the layer's own convolution keeps apart.
+A norm that `take_norm` changed calls `gated_rms_norm`, or its own forward where that refuses.
+
+Both leave alone what they do not know. A layer's forward is known if its code uses exactly the
+names of a `Kind`, and a norm's likewise.
+"""
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from types import CodeType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from qla_kernels.conv.shapes import WIDTHS
+from qla_kernels.conv.validate import ACTIVATIONS as CONV_ACTIVATIONS
+from qla_kernels.hybrid import gated_delta_net
+from qla_kernels.integrations.linear_layers import KEY, check_row
+from qla_kernels.norm import gated_rms_norm, refusal
+from qla_kernels.norm.autograd import without_saving
+from qla_kernels.norm.validate import ACTIVATIONS
+
+REGION = "region_of_qla_kernels"  # of layers that were taken over: a Region
+CACHES = ("cache", "cache_params")  # names of the second argument of a layer's forward
+MASKING = "apply_mask_to_padding_states"  # a function of the layer's Python module
+
+
+class Projected(NamedTuple):
+    """What the input projections of a layer give for x [B, T, hidden]."""
+
+    mixed_qkv: Tensor  # [B, T, 2 H K + HV V]
+    z: Tensor  # [B, T, HV, V], or [B, T, HV V]
+    b: Tensor  # [B, T, HV], the input of beta's sigmoid
+    a: Tensor  # [B, T, HV], the input of the gate
+
+
+def _qwen(layer: Any, x: Tensor) -> Projected:
+    return Projected(
+        layer.in_proj_qkv(x), layer.in_proj_z(x), layer.in_proj_b(x), layer.in_proj_a(x)
+    )
+
+
+def _qwen_next(layer: Any, x: Tensor) -> Projected:
+    parts = layer.fix_query_key_value_ordering(layer.in_proj_qkvz(x), layer.in_proj_ba(x))
+    q, k, v, z, b, a = parts
+    return Projected(torch.cat([part.flatten(2) for part in (q, k, v)], -1), z, b, a)
+
+
+def _olmo(layer: Any, x: Tensor) -> Projected:
+    mixed_qkv = torch.cat([layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)], -1)
+    return Projected(mixed_qkv, layer.g_proj(x), layer.b_proj(x), layer.a_proj(x))
+
+
+class Kind(NamedTuple):
+    """Layers whose forward we know."""
+
+    project: Callable[[Any, Tensor], Projected]
+    norm: str  # the attributes of the norm and of the output projection
+    out: str
+    names: frozenset[str]  # that the forward's code uses, but for those of caches
+    numbers: frozenset[float]  # its constants
+
+
+EVERYWHERE = """
+    A_log F activation bias causal_conv1d_fn conv1d conv_kernel_size dt_bias exp float head_k_dim
+    head_v_dim key_dim layer_idx pop reshape shape sigmoid softplus split squeeze torch
+    torch_chunk_gated_delta_rule transpose value_dim weight
+"""
+OF_CACHES = re.compile("cache|state|past|update|recurrent")
+NORM = "ACT2FN activation dtype float32 mean pow rsqrt to torch variance_epsilon weight"
+
+
+def _kind(project: Any, norm: str, out: str, names: str, *numbers: float) -> Kind:
+    every = {*EVERYWHERE.split(), norm, out, *names.split()}
+    return Kind(project, norm, out, frozenset(every), frozenset(numbers))
+
+
+KINDS = (
+    _kind(_qwen, "norm", "out_proj", "in_proj_qkv in_proj_z in_proj_b in_proj_a"),
+    _kind(
+        _qwen_next, "norm", "out_proj", "in_proj_qkvz in_proj_ba fix_query_key_value_ordering cat"
+    ),
+    _kind(
+        _olmo, "o_norm", "o_proj",
+        "q_proj k_proj v_proj a_proj b_proj g_proj allow_neg_eigval cat view", 2.0,
+    ),
+)  # fmt: skip
+
+
+class Region(NamedTuple):
+    """How a layer was taken over."""
+
+    kind: Kind
+    masked: Callable[[Tensor, Tensor | None], Tensor]  # the layer's MASKING
+    recompute: bool
+    theirs: Any  # the forward that the layer had of its own, or None: its class's
+
+
+def forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Runs a layer that was taken over, or that was."""
+    region: Region | None = getattr(layer, REGION, None)
+    if region is None or not _runs(layer, region, hidden_states, args, kwargs):
+        if region is None or region.theirs is None:
+            return type(layer).forward(layer, hidden_states, *args, **kwargs)
+        return region.theirs(hidden_states, *args, **kwargs)
+    mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
+    x, layout = region.masked(hidden_states, mask), kwargs.get(KEY)
+    if layout is not None:
+        check_row(x.shape[0], x.shape[1], layout)
+    made, norm = region.kind.project(layer, x), getattr(layer, region.kind.norm)
+    mixed_qkv, z = _readable(made.mixed_qkv), _readable(made.z).to(made.mixed_qkv.dtype)
+    y, _ = gated_delta_net(
+        mixed_qkv,
+        made.a,
+        made.b,
+        layer.A_log,
+        layer.dt_bias,
+        layer.conv1d.weight.squeeze(1),
+        layer.conv1d.bias,
+        layer.activation,
+        key_heads=layer.num_k_heads,
+        z=z if z.dim() == 4 else z.unflatten(-1, (-1, layer.head_v_dim)),
+        norm_weight=norm.weight,
+        norm_eps=norm.variance_epsilon,
+        z_activation=norm.activation,
+        allow_neg_eigval=getattr(layer, "allow_neg_eigval", False),
+        cu_seqlens=kwargs.get("cu_seq_lens_q"),
+        layout=layout,
+        recompute=region.recompute,
+    )
+    out = getattr(layer, region.kind.out)
+    return without_saving(y.flatten(2), out) if region.recompute else out(y.flatten(2))
+
+
+def _runs(
+    layer: Any,
+    region: Region,
+    hidden_states: Tensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> bool:
+    """Returns whether `gated_delta_net` runs a call; the layer's forward runs or refuses others."""
+    if any(x is not None for x in (*args[:1], *(kwargs.get(name) for name in CACHES))):
+        return False
+    bounds, seq_idx, layout = (kwargs.get(name) for name in ("cu_seq_lens_q", "seq_idx", KEY))
+    if layout is not None and (bounds is not None or seq_idx is not None):
+        return False
+    if bounds is None and seq_idx is not None:
+        return False
+    if bounds is not None and hidden_states.shape[0] != 1:
+        return False
+    return not any(map(_has_hooks, (layer.conv1d, getattr(layer, region.kind.norm))))
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Returns whether something happens at a call of a module besides its forward."""
+    hooks = module._forward_pre_hooks, module._forward_hooks, module._backward_hooks
+    return any(hooks) or hasattr(module, "_hf_hook")
+
+
+def _readable(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def take_over(layer: nn.Module, home: ModuleType, recompute: bool) -> bool:
+    """Gives a layer our forward, if we know its own; returns whether it has ours now.
+
+    A forward that another library put into the layer stays, but for accelerate's, which calls the
+    one before it.
+    """
+    if (region := layer.__dict__.get(REGION)) is not None:
+        layer.__dict__[REGION] = region._replace(recompute=recompute)
+        return True
+    kind = _kind_of(type(layer), home)
+    if kind is None or not _fits(layer, kind):
+        return False
+    slot = "_old_forward" if "_old_forward" in layer.__dict__ else "forward"
+    theirs = layer.__dict__.get(slot)
+    if slot == "forward" and theirs is not None and not is_ours(theirs):
+        return False
+    theirs = None if is_ours(theirs) else theirs
+    layer.__dict__[REGION] = Region(kind, getattr(home, MASKING), recompute, theirs)
+    layer.__dict__[slot] = functools.partial(forward, layer)
+    return True
+
+
+def give_back(layer: nn.Module) -> None:
+    """Undoes `take_over`."""
+    region = layer.__dict__.pop(REGION, None)
+    if region is None:
+        return
+    for slot in ("forward", "_old_forward"):
+        if is_ours(layer.__dict__.get(slot)):
+            if region.theirs is None and slot == "forward":
+                del layer.__dict__[slot]
+            else:  # accelerate calls it
+                theirs = functools.partial(type(layer).forward, layer)
+                layer.__dict__[slot] = theirs if region.theirs is None else region.theirs
+
+
+def is_ours(function: Any) -> bool:
+    """Returns whether a layer's forward is ours."""
+    return isinstance(function, functools.partial) and function.func is forward
+
+
+def is_taken_over(layer: nn.Module) -> bool:
+    return layer.__dict__.get(REGION) is not None
+
+
+def take_norm(layer: nn.Module) -> None:
+    """Gives the gated norm of a layer our forward, if we know its own."""
+    for name in ("norm", "o_norm"):
+        norm = getattr(layer, name, None)
+        if isinstance(norm, nn.Module) and "forward" not in norm.__dict__ and _is_gated(norm):
+            norm.__dict__["forward"] = functools.partial(normalised, norm)
+
+
+def give_norm_back(layer: nn.Module) -> None:
+    """Undoes `take_norm`."""
+    for name in ("norm", "o_norm"):
+        norm = getattr(layer, name, None)
+        found = norm.__dict__.get("forward") if isinstance(norm, nn.Module) else None
+        if isinstance(found, functools.partial) and found.func is normalised:
+            del norm.__dict__["forward"]
+
+
+def normalised(norm: Any, hidden_states: Tensor, gate: Tensor) -> Any:
+    """Runs a gated norm that `take_norm` changed."""
+    x, z = _readable(hidden_states), _readable(gate)
+    same = x.dtype == z.dtype and x.shape == z.shape
+    if not same or x.dim() not in (2, 3, 4) or refusal(x, z, norm.weight) is not None:
+        return type(norm).forward(norm, hidden_states, gate)
+    return gated_rms_norm(x, z, norm.weight, norm.variance_epsilon, norm.activation)
+
+
+def _fits(layer: Any, kind: Kind) -> bool:
+    """Returns whether what a layer has besides its forward is what ours uses."""
+    norm = getattr(layer, kind.norm, None)
+    width = layer.conv1d.weight.shape[-1]
+    return (
+        isinstance(norm, nn.Module)
+        and _is_gated(norm)
+        and width in WIDTHS
+        and layer.activation in CONV_ACTIVATIONS
+    )
+
+
+def _is_gated(norm: nn.Module) -> bool:
+    known = _names(type(norm).forward) == (frozenset(NORM.split()), frozenset())
+    return (
+        known
+        and getattr(norm, "activation", None) in ACTIVATIONS
+        and type(getattr(norm, "variance_epsilon", None)) is float
+    )
+
+
+@functools.cache
+def _kind_of(layer_class: type, home: ModuleType) -> Kind | None:
+    """Returns the kind of a class of layers; None if we do not know its forward."""
+    own = next((kind for kind in layer_class.__mro__ if "forward" in kind.__dict__), None)
+    if own is None or own.__module__ != home.__name__ or not hasattr(home, MASKING):
+        return None
+    names, numbers = _names(own.__dict__["forward"])
+    names = frozenset(name for name in names if OF_CACHES.search(name) is None)
+    found = (kind for kind in KINDS if (kind.names, kind.numbers) == (names, numbers))
+    return next(found, None)
+
+
+@functools.cache
+def _names(function: Any) -> tuple[frozenset[str], frozenset[float]]:
+    """Returns the names and the floating-point constants of a function's code."""
+    names: set[str] = set()
+    numbers: set[float] = set()
+    codes: list[Any] = [getattr(inspect.unwrap(function), "__code__", None)]
+    while codes:
+        if (code := codes.pop()) is not None:
+            names.update(code.co_names)
+            numbers.update(x for x in code.co_consts if isinstance(x, float))
+            codes += [x for x in code.co_consts if isinstance(x, CodeType)]
+    return frozenset(names), frozenset(numbers)
