@@ -73,7 +73,8 @@ EVERYWHERE = """
     head_v_dim key_dim layer_idx pop reshape shape sigmoid softplus split squeeze torch
     torch_chunk_gated_delta_rule transpose value_dim weight
 """
-OF_CACHES = re.compile("cache|state|past|update|recurrent")
+OF_CACHES = re.compile("cache|state|past|update|recurrent|^layers$")
+REPEATS = {"num_k_heads", "num_v_heads", "repeat_interleave"}  # until 5.19 they repeat key heads
 NORM = "ACT2FN activation dtype float32 mean pow rsqrt to torch variance_epsilon weight"
 
 
@@ -268,7 +269,7 @@ def _kind_of(layer_class: type, home: ModuleType) -> Kind | None:
     if own is None or own.__module__ != home.__name__ or not hasattr(home, MASKING):
         return None
     names, numbers = _names(own.__dict__["forward"])
-    names = frozenset(name for name in names if OF_CACHES.search(name) is None)
+    names = frozenset(name for name in names - REPEATS if OF_CACHES.search(name) is None)
     found = (kind for kind in KINDS if (kind.names, kind.numbers) == (names, numbers))
     return next(found, None)
 
