@@ -1,10 +1,10 @@
 """What the operations mean: of each, the definition and the algorithm the kernels follow.
 
-torch and einops only, on any device, in fp64 for truth. `gdn`, `conv`, `norm`, `dualkv` and
+torch and einops only, on any device, in fp64 for truth. `gdn`, `conv`, `norm`, `dualkv`, `head` and
 `sparse_ring` hold the forms; the functions here have the names and arguments of `qla_kernels`.
 """
 
-from . import conv, dualkv, gdn, norm, sparse_ring
+from . import conv, dualkv, gdn, head, norm, sparse_ring
 from .api import (
     chunk_gated_delta_rule,
     chunk_gated_delta_rule_bwd,
@@ -20,6 +20,7 @@ __all__ = [
     "conv",
     "dualkv",
     "gdn",
+    "head",
     "norm",
     "sparse_ring",
 ]

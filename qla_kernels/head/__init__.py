@@ -1,0 +1,15 @@
+"""Log-probabilities of targets from hidden states and the head's weight, without logits in memory.
+
+`SharedBatch.logprobs` and the trainers' integrations call `target_logprobs`.
+
+Reading order:
+    api.py, validate.py, parts.py   the function, its checks, and the weights of a head's module
+    autograd.py, ops.py             its derivative, and the torch operators
+    cpu.py                          the operators on CPU tensors
+    launch.py, shapes.py, kernels/  on a GPU
+"""
+
+from qla_kernels.head.api import target_logprobs
+from qla_kernels.head.validate import refusal
+
+__all__ = ["refusal", "target_logprobs"]

@@ -1,0 +1,157 @@
+"""Checks of a call: `refusal`, and the checks that every implementation shares.
+
+    check_*, factors   raise ValueError if the call is malformed, on every device
+    refusal            returns the text of an Unsupported if a well-formed call cannot be run
+
+They look at types, shapes, dtypes and devices. `check_vocabulary` reads targets; it does so on the
+CPU, and under QLA_CHECK=1.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qla_kernels import device
+from qla_kernels.arguments import checks_contents, described, number
+from qla_kernels.errors import need
+from qla_kernels.head.parts import Parts
+from qla_kernels.sm90 import CAPABILITY, DTYPES, Reason, dtype_name, expect_tensors, one_of
+
+FLOATS = (*DTYPES, torch.float32, torch.float64)
+ON_GPU = (*DTYPES, torch.float32)
+ELSEWHERE = "compute logits and call SharedBatch.gather_logprobs"
+
+
+def check_tensors(op: str, hidden: Tensor, targets: Tensor, rows: Tensor | None) -> None:
+    """Raises ValueError unless hidden is [N, D], and targets and rows fit to it."""
+    expect_tensors(op, hidden=hidden, targets=targets)
+    if hidden.dim() != 2 or not hidden.is_floating_point():
+        fix = "pass hidden[0] of a batch of 1, the input of the head"
+        raise ValueError(need(op, described("hidden", hidden), "[N, D] floats", fix))
+    for name, x in (("targets", targets), ("rows", rows)):
+        if x is None:
+            continue
+        if x.dim() != 1 or x.dtype not in (torch.int32, torch.int64):
+            fix = "pass one integer a target"
+            raise ValueError(need(op, described(name, x), "[L] int32 or int64", fix))
+        if x.device != hidden.device:
+            got, needs = f"{name} is on {x.device}", f"{hidden.device}, as hidden"
+            raise ValueError(need(op, got, needs, f"pass {name}.to(hidden.device)"))
+    wanted = hidden.shape[0] if rows is None else rows.shape[0]
+    if targets.shape[0] != wanted:
+        got = f"{targets.shape[0]} targets"
+        fix = "pass rows, the row of hidden that predicts each target"
+        raise ValueError(need(op, got, f"{wanted}, one for each row", fix))
+
+
+def factors(op: str, temperature: Any, softcap: Any) -> tuple[float, float]:
+    """Returns both as floats; a softcap of None is 0. Raises ValueError unless they are positive.
+
+    A temperature on a GPU has to be read by the caller.
+    """
+    found = number(op, "temperature", temperature, "pass the temperature of sampling, as a float")
+    if not 0 < found < float("inf"):
+        fix = "pass the temperature of sampling; divide hidden by one that is learned"
+        raise ValueError(need(op, f"temperature={temperature}", "a positive number", fix))
+    cap = 0.0 if softcap is None else number(op, "softcap", softcap)
+    if softcap is not None and not 0 < cap < float("inf"):
+        fix = "pass config.final_logit_softcapping, or None"
+        raise ValueError(need(op, f"softcap={softcap}", "a positive number", fix))
+    return found, cap
+
+
+def refusal(
+    hidden: Tensor,
+    parts: Parts,
+    *,
+    capability: tuple[int, int] | None = None,
+    op: str = "target_logprobs",
+) -> str | None:
+    """Returns the reason why this version cannot run the call, or None if it can run the call.
+
+    Args:
+        hidden: [N, D] in the dtype of the products.
+        parts: the head's tensors.
+        capability: answer for a GPU of this compute capability, whatever the tensors' device.
+        op: the name of the function, which begins the returned text.
+
+    Raises:
+        ValueError: the head's tensors do not fit to hidden.
+    """
+    _check_parts(op, hidden, parts)
+    reason = _refused_tensors(hidden, parts)
+    if reason is None and (hidden.is_cuda or capability is not None):
+        reason = _refused_on_cuda(hidden, capability or device.capability(hidden.device))
+    return None if reason is None else need(op, *reason)
+
+
+def _check_parts(op: str, hidden: Tensor, parts: Parts) -> None:
+    weight = parts.weight
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1] or not weight.shape[0]:
+        got, needs = f"weight has shape {tuple(weight.shape)}", f"(V, {hidden.shape[1]}), as hidden"
+        raise ValueError(need(op, got, needs, "pass the weight of the head, lm_head.weight"))
+    if parts.bias is not None and parts.bias.shape != weight.shape[:1]:
+        got, needs = f"bias has shape {tuple(parts.bias.shape)}", f"({weight.shape[0]},)"
+        raise ValueError(need(op, got, needs, "pass the head's bias, or None"))
+    for name, x in parts._asdict().items():
+        if x is not None and x.device != hidden.device:
+            got, needs = f"{name} is on {x.device}", f"{hidden.device}, as hidden"
+            raise ValueError(need(op, got, needs, "move hidden to the head's device"))
+
+
+def _refused_tensors(hidden: Tensor, parts: Parts) -> Reason | None:
+    """Returns the reason, on any device, for dtypes and for tensors that are spread over ranks."""
+    if hidden.dtype not in FLOATS:
+        return f"hidden is {dtype_name(hidden.dtype)}", one_of(FLOATS), "cast it"
+    for name, x in parts._asdict().items():
+        if x is None or name == "low":
+            continue
+        if hasattr(x, "placements"):
+            fix = "call it inside the model's forward, where FSDP has gathered the weight"
+            return f"{name} is a DTensor", "a tensor that is whole on this rank", fix
+        if x.dtype not in (hidden.dtype, torch.promote_types(hidden.dtype, torch.float32)):
+            got = f"{name} is {dtype_name(x.dtype)}, hidden is {dtype_name(hidden.dtype)}"
+            return (
+                got,
+                "one dtype, or float32 weights",
+                f"cast hidden, or use autocast; {ELSEWHERE}",
+            )
+    if parts.weight.dtype != hidden.dtype and not _is_master(parts.weight, hidden):
+        got = f"weight is {dtype_name(parts.weight.dtype)}, hidden {dtype_name(hidden.dtype)}"
+        return got, "one dtype", "cast hidden, or call it under torch.autocast"
+    if hidden.device.type not in ("cpu", "cuda", "meta"):
+        return f"tensors are on {hidden.device.type}", "cpu or cuda", f"move them, or {ELSEWHERE}"
+    return None
+
+
+def _is_master(weight: Tensor, hidden: Tensor) -> bool:
+    """Returns whether weight is the fp32 copy that autocast rounds to hidden's dtype."""
+    return weight.dtype == torch.float32 and torch.is_autocast_enabled(hidden.device.type)
+
+
+def _refused_on_cuda(hidden: Tensor, capability: tuple[int, int]) -> Reason | None:
+    if capability != CAPABILITY:
+        got = f"device capability {capability[0]}.{capability[1]}"
+        fix = f"run on an H100 or H200, or {ELSEWHERE}"
+        return got, f"{CAPABILITY[0]}.{CAPABILITY[1]} (Hopper)", fix
+    if hidden.dtype not in ON_GPU:
+        got, fix = f"hidden is {dtype_name(hidden.dtype)}", f"cast it, or {ELSEWHERE}"
+        return got, f"{one_of(ON_GPU)} on SM90", fix
+    return None
+
+
+def check_vocabulary(op: str, targets: Tensor, vocabulary: int) -> None:
+    """Raises ValueError if a target is not in 0 .. vocabulary - 1.
+
+    Checks targets on the CPU, and those on a GPU only under QLA_CHECK=1; checks nothing while
+    torch.compile traces. Otherwise the log-probability of such a target is NaN.
+    """
+    if torch.compiler.is_compiling() or not len(targets):
+        return
+    if targets.is_cpu or checks_contents():
+        for token in (int(targets.min()), int(targets.max())):
+            if not 0 <= token < vocabulary:
+                needs = f"0 to {vocabulary - 1}, the columns of logits"
+                fix = "pass the whole weight of the head, and token ids as targets"
+                raise ValueError(need(op, f"a target is {token}", needs, fix))
