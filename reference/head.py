@@ -15,7 +15,8 @@ With g_t, the gradient of a target's log-probability, and h, that of its row's e
 
 Everywhere: hidden [N, D]; weight [V, D]; low [N, r] and up [V, r], a low-rank addition, or None;
 bias [V] or None; targets [L], those of row r being first[r] .. first[r + 1] - 1, so that a row may
-have any number of them. fp64 inputs compute in fp64, all others in fp32.
+have any number of them. weight, low and up are rounded to hidden's dtype, as under autocast. fp64 inputs
+compute in fp64, all others in fp32.
 
 Rows are computed in parts of at most `ELEMENTS` logits, so that memory does not grow with N V.
 """
@@ -59,9 +60,9 @@ class HeadGradients(NamedTuple):
 
 def logits(hidden: Tensor, head: Head) -> Tensor:
     """z, [N, V]."""
-    z = einsum(_wide(hidden), head.weight.to(_wide(hidden)), "n d, v d -> n v")
+    z = einsum(_wide(hidden), _rounded(head.weight, hidden), "n d, v d -> n v")
     if head.low is not None and head.up is not None:
-        z = z + einsum(head.low.to(z), head.up.to(z), "n r, v r -> n v")
+        z = z + einsum(_rounded(head.low, hidden), _rounded(head.up, hidden), "n r, v r -> n v")
     return z if head.bias is None else z + head.bias.to(z)
 
 
@@ -94,7 +95,7 @@ def forward(
     """The results of `definition`, a part of the rows at a time, and lse."""
     wide = _wide(hidden[:0])
     logprobs = wide.new_empty(len(targets))
-    lse, entropy = wide.new_empty(2, len(hidden)).unbind()
+    lse, entropy = (wide.new_empty(len(hidden)) for _ in range(2))
     for part in _parts(len(hidden), len(head.weight)):
         x = scaled(logits(hidden[part], _rows(head, part)), temperature, softcap)
         lse[part] = x.logsumexp(-1)
@@ -118,33 +119,35 @@ def backward(
     softcap: float | None = None,
 ) -> HeadGradients:
     """The gradients, a part of the rows at a time; `dentropy` is [N]."""
-    wide = _wide(hidden)
-    sums = [None if x is None else torch.zeros_like(x, dtype=wide.dtype) for x in (hidden, *head)]
-    dhidden, dweight, dbias, dlow, dup = sums
-    for part in _parts(len(hidden), len(head.weight)):
+    wide, (weight, bias, low, up) = _wide(hidden), head
+    dhidden, dweight = torch.zeros_like(wide), wide.new_zeros(weight.shape)
+    dbias, dlow, dup = (None if x is None else wide.new_zeros(x.shape) for x in (bias, low, up))
+    for part in _parts(len(hidden), len(weight)):
         mine = slice(int(first[part.start]), int(first[part.stop]))
         row = rows_of(first[part.start : part.stop + 1])
         z = logits(hidden[part], _rows(head, part))
         x = scaled(z, temperature, softcap)
         p = (x - lse[part, None]).exp()
         g = torch.zeros_like(lse[part]).index_put((row,), dlogprobs[mine].to(x), accumulate=True)
-        dx = -g[:, None] * p
         of_entropy = torch.special.entr(p) - p * entropy[part, None]
-        dx += dentropy[part, None].to(x) * of_entropy
+        dx = dentropy[part, None].to(x) * of_entropy - g[:, None] * p
         dx.index_put_((row, targets[mine].long()), dlogprobs[mine].to(x), accumulate=True)
-        if softcap is not None:
-            dx = dx * (1 - torch.tanh(z / softcap).square())
-        dz = dx / temperature
-        dhidden[part] = einsum(dz, head.weight.to(dz), "n v, v d -> n d")
+        bend = 1.0 if softcap is None else 1 - torch.tanh(z / softcap).square()
+        dz = dx * bend / temperature
+        dhidden[part] = einsum(dz, _rounded(weight, hidden), "n v, v d -> n d")
         dweight += einsum(dz, wide[part], "n v, n d -> v d")
         if dbias is not None:
             dbias += dz.sum(0)
-        if dlow is not None:
-            dlow[part] = einsum(dz, head.up.to(dz), "n v, v r -> n r")
-            dup += einsum(dz, head.low[part].to(dz), "n v, n r -> v r")
-    inputs = hidden, *head
+        if low is not None and up is not None and dlow is not None and dup is not None:
+            dlow[part] = einsum(dz, _rounded(up, hidden), "n v, v r -> n r")
+            dup += einsum(dz, _rounded(low[part], hidden), "n v, n r -> v r")
     return HeadGradients(
-        *(None if x is None else x.to(its) for x, its in zip(sums, inputs, strict=True))
+        dhidden.to(hidden.dtype),
+        dweight.to(weight.dtype),
+        *(
+            None if dx is None or x is None else dx.to(x.dtype)
+            for dx, x in ((dbias, bias), (dlow, low), (dup, up))
+        ),
     )
 
 
@@ -164,3 +167,7 @@ def _parts(rows: int, vocabulary: int) -> Iterator[slice]:
 
 def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _rounded(x: Tensor, hidden: Tensor) -> Tensor:
+    return _wide(x.to(hidden.dtype))

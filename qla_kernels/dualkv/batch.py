@@ -11,13 +11,14 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qla_kernels.arguments import checks_contents, flag, integer, number
 from qla_kernels.dualkv.logprobs import OP, target_logprobs
 from qla_kernels.dualkv.plan import SharedLayout, moved
 from qla_kernels.dualkv.validate import unfit_factor
 from qla_kernels.errors import need
+from qla_kernels.head import target_logprobs as logprobs_of_hidden
 from qla_kernels.sm90 import expect_tensors
 
 log = logging.getLogger("qla_kernels")
@@ -138,6 +139,81 @@ class SharedBatch:
         return taken(x.flatten(0, dims - 1), self.take)
 
     @overload
+    def logprobs(
+        self,
+        hidden: Tensor,
+        head: Tensor | nn.Module,
+        *,
+        temperature: float = 1.0,
+        softcap: float | None = None,
+        entropy: Literal[False] = False,
+    ) -> Tensor: ...
+
+    @overload
+    def logprobs(
+        self,
+        hidden: Tensor,
+        head: Tensor | nn.Module,
+        *,
+        temperature: float = 1.0,
+        softcap: float | None = None,
+        entropy: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def logprobs(
+        self,
+        hidden: Tensor,
+        head: Tensor | nn.Module,
+        *,
+        temperature: float = 1.0,
+        softcap: float | None = None,
+        entropy: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Returns the targets' log-probabilities, [L] in fp32 (fp64 for fp64); differentiable.
+
+        There are no logits of all tokens in memory, neither here nor in the backward, which
+        computes them a second time. On a GPU logits are sums in fp32 that are not rounded, and take
+        at most 512 MiB.
+
+        Args:
+            hidden: [M, D], the input of the head at the tokens src_rows, or [T, D], at all tokens.
+            head: the model's head, `model.get_output_embeddings()`, or its weight [vocabulary, D].
+                A module may be nn.Linear, or PEFT's LoRA around one.
+            temperature: divides the logits.
+            softcap: c of c tanh(logits / c), for models with final_logit_softcapping.
+            entropy: also return [L], the entropy of the distribution that predicts each target.
+
+        Raises:
+            ValueError: arguments of wrong shape, dtype or device, a temperature that is not a
+                positive number, or (on the CPU, or under QLA_CHECK=1) a target outside the
+                vocabulary.
+            Unsupported: the head is another module, or the GPU or a dtype has no kernel.
+        """
+        op = "SharedBatch.logprobs"
+        expect_tensors(op, hidden=hidden)
+        entropy = flag(op, "entropy", entropy)
+        rows, every = self.src_rows.shape[0], self.num_tokens
+        if hidden.dim() != 2 or hidden.shape[0] not in (rows, every):
+            needs = f"[{rows}, D], the rows src_rows, or [{every}, D], all packed tokens"
+            fix = "pass the input of the model's head, without the batch dimension of 1"
+            raise ValueError(need(op, f"hidden has shape {tuple(hidden.shape)}", needs, fix))
+        if hidden.device != self.targets.device:
+            got, needs = f"hidden is on {hidden.device}", f"{self.targets.device}, as the batch"
+            raise ValueError(need(op, got, needs, "move the batch: batch.to(hidden.device)"))
+        if hidden.shape[0] != rows:
+            hidden = hidden[self.src_rows]
+        logprobs, entropies = logprobs_of_hidden(
+            op,
+            hidden,
+            head,
+            self.targets,
+            self.src_inv,
+            temperature=temperature,
+            softcap=softcap,
+        )
+        return (logprobs, entropies) if entropy else logprobs
+
+    @overload
     def gather_logprobs(
         self, logits: Tensor, *, temperature: float = 1.0, entropy: Literal[False] = False
     ) -> Tensor: ...
@@ -151,6 +227,8 @@ class SharedBatch:
         self, logits: Tensor, *, temperature: float = 1.0, entropy: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Returns the targets' log-probabilities, [L] in fp32 (fp64 for fp64); differentiable.
+
+        `logprobs` does so without logits in memory. This is for a model that returns them.
 
         Args:
             logits: [M, vocabulary], the logits of the tokens src_rows; any float dtype.

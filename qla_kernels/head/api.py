@@ -3,9 +3,16 @@
 import torch
 from torch import Tensor, nn
 
+from qla_kernels.derivatives import refuse_forward_mode
 from qla_kernels.head.autograd import HeadLogprobs
 from qla_kernels.head.parts import Parts, parts_of
-from qla_kernels.head.validate import check_tensors, check_vocabulary, factors, refusal
+from qla_kernels.head.validate import (
+    check_tensors,
+    check_vocabulary,
+    factors,
+    refusal,
+    under_autocast,
+)
 from qla_kernels.sm90 import require
 
 
@@ -41,10 +48,10 @@ def target_logprobs(
     """
     check_tensors(op, hidden, targets, rows)
     temperature, softcap = factors(op, temperature, softcap)
-    kind = hidden.device.type
-    if torch.is_autocast_enabled(kind):
-        hidden = hidden.to(torch.get_autocast_dtype(kind))
+    if under_autocast(hidden):
+        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     parts = head_parts(op, head, hidden)
+    refuse_forward_mode(op, hidden, *parts)
     require(refusal(hidden, parts, op=op))
     check_vocabulary(op, targets, parts.weight.shape[0])
     order = None

@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qla_kernels.derivatives import refuse_forward_mode, refuse_second_derivative
+from qla_kernels.derivatives import refuse_second_derivative
 from qla_kernels.head import ops
 from qla_kernels.head.ops import Wanted
-
-INPUTS = 5  # hidden, weight, bias, low, up
 
 
 class HeadLogprobs(torch.autograd.Function):
@@ -38,34 +36,29 @@ class HeadLogprobs(torch.autograd.Function):
         softcap: float,
     ) -> tuple[Tensor, Tensor]:
         """Runs head_fwd; `order` sorts the targets by row."""
-        refuse_forward_mode(op, hidden, weight, bias, low, up)
         targets = (targets if order is None else targets[order]).to(torch.int32)
         inputs = hidden, weight, bias, low, up
-        done = ops.head_fwd(*inputs, targets, first, temperature, softcap)
-        ctx.save_for_backward(*inputs, targets, order, first, done.lse2, done.entropy)
+        logprobs, lse2, entropy = ops.head_fwd(*inputs, targets, first, temperature, softcap)
+        ctx.save_for_backward(*inputs, targets, order, first, lse2, entropy)
         ctx.op, ctx.numbers = op, (temperature, softcap)
         if order is None:
-            return done.logprobs, done.entropy.clone()
+            return logprobs, entropy.clone()
         assert rows is not None, "they were sorted"
-        return torch.empty_like(done.logprobs).index_copy(0, order, done.logprobs), done.entropy[
-            rows
-        ]
+        return torch.empty_like(logprobs).index_copy(0, order, logprobs), entropy[rows]
 
     @staticmethod
     def backward(ctx: Any, dlogprobs: Tensor, dentropy: Tensor) -> tuple[Tensor | None, ...]:
         """Runs head_bwd; returns the gradients of the tensors that need them."""
-        return _backward(ctx.op)(ctx, dlogprobs, dentropy)
-
-
-def _backward(op: str) -> Any:
-    return refuse_second_derivative(op)(_gradients)
+        once = refuse_second_derivative(ctx.op)(_gradients)
+        grads: tuple[Tensor | None, ...] = once(ctx, dlogprobs, dentropy)
+        return grads
 
 
 def _gradients(ctx: Any, dlogprobs: Tensor, dentropy: Tensor) -> tuple[Tensor | None, ...]:
     *inputs, targets, order, first, lse2, entropy = ctx.saved_tensors
     if order is not None:
         dlogprobs, dentropy = dlogprobs[order], dentropy[order]
-    wanted = Wanted(*ctx.needs_input_grad[1 : 1 + INPUTS])
+    wanted = Wanted(*ctx.needs_input_grad[1:6])
     grads = ops.head_bwd(
         dlogprobs.contiguous(), dentropy.contiguous(), *inputs, targets, first, lse2, entropy,
         *ctx.numbers, list(wanted),

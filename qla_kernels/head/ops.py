@@ -3,7 +3,7 @@
     head_fwd, head_bwd   log-probabilities of targets from hidden states, and the gradients
 
 hidden is [N, D], weight [V, D], bias [V]; low [N, r] and up [V, r] add low up^T to the logits. The
-dtype of hidden is that of the products; weight, bias, low and up are rounded to it, block by block.
+dtype of hidden is that of the products; weight, low and up are rounded to it, block by block.
 targets [L] int32 are ascending by row: those of row r are first[r] .. first[r + 1] - 1, with first
 [N + 1] int32. Logits are divided by `temperature`, after a cap `softcap` (0: none).
 

@@ -101,33 +101,31 @@ def _check_parts(op: str, hidden: Tensor, parts: Parts) -> None:
 
 
 def _refused_tensors(hidden: Tensor, parts: Parts) -> Reason | None:
-    """Returns the reason, on any device, for dtypes and for tensors that are spread over ranks."""
+    """Returns the reason, on any device, for dtypes and for tensors that are spread over ranks.
+
+    Under autocast, weights may be the fp32 numbers that autocast rounds. LoRA's may always be.
+    """
     if hidden.dtype not in FLOATS:
         return f"hidden is {dtype_name(hidden.dtype)}", one_of(FLOATS), "cast it"
-    for name, x in parts._asdict().items():
-        if x is None or name == "low":
-            continue
+    kind, weights = hidden.device.type, {"weight": parts.weight, "bias": parts.bias, "up": parts.up}
+    for name, x in weights.items():
         if hasattr(x, "placements"):
             fix = "call it inside the model's forward, where FSDP has gathered the weight"
             return f"{name} is a DTensor", "a tensor that is whole on this rank", fix
-        if x.dtype not in (hidden.dtype, torch.promote_types(hidden.dtype, torch.float32)):
-            got = f"{name} is {dtype_name(x.dtype)}, hidden is {dtype_name(hidden.dtype)}"
-            return (
-                got,
-                "one dtype, or float32 weights",
-                f"cast hidden, or use autocast; {ELSEWHERE}",
-            )
-    if parts.weight.dtype != hidden.dtype and not _is_master(parts.weight, hidden):
-        got = f"weight is {dtype_name(parts.weight.dtype)}, hidden {dtype_name(hidden.dtype)}"
-        return got, "one dtype", "cast hidden, or call it under torch.autocast"
-    if hidden.device.type not in ("cpu", "cuda", "meta"):
-        return f"tensors are on {hidden.device.type}", "cpu or cuda", f"move them, or {ELSEWHERE}"
+        may_be_wide = name == "up" or under_autocast(hidden)
+        allowed = (hidden.dtype, torch.float32) if may_be_wide else (hidden.dtype,)
+        if x is not None and x.dtype not in allowed:
+            got = f"{name} is {dtype_name(x.dtype)} and hidden {dtype_name(hidden.dtype)}"
+            return got, "one dtype", "cast hidden, or call it under torch.autocast"
+    if kind not in ("cpu", "cuda", "meta"):
+        return f"tensors are on {kind}", "cpu or cuda", f"move them, or {ELSEWHERE}"
     return None
 
 
-def _is_master(weight: Tensor, hidden: Tensor) -> bool:
-    """Returns whether weight is the fp32 copy that autocast rounds to hidden's dtype."""
-    return weight.dtype == torch.float32 and torch.is_autocast_enabled(hidden.device.type)
+def under_autocast(x: Tensor) -> bool:
+    """Returns whether autocast is on for x's device; it does not exist for meta tensors."""
+    kind = x.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def _refused_on_cuda(hidden: Tensor, capability: tuple[int, int]) -> Reason | None:

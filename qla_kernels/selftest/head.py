@@ -55,23 +55,21 @@ def _head(
         dlogprobs.double(), of_rows, hidden, ours.Head(*head), targets, first, want.lse,
         want.entropy, *numbers,
     )  # fmt: skip
-    call = [None if x is None else x.to(device) for x in tensors]
-    tables = targets.to(device), first.to(device)
-    done = launch.head_fwd(*call, *tables, temperature, softcap)
+    call: list[Any] = [None if x is None else x.to(device) for x in (*tensors, targets, first)]
+    done = launch.head_fwd(*call, temperature=temperature, softcap=softcap)
     for name, got, exact in (
         ("log-probabilities", done.logprobs, want.logprobs),
         ("entropies", done.entropy, want.entropy),
         ("lse", done.lse2 * torch.log(torch.tensor(2.0)), want.lse),
     ):
         assert_close(name, got.cpu(), exact, SUMS)
-    got_grads = launch.head_bwd(
-        dlogprobs.to(device), dentropy.to(device), *call, *tables, done.lse2, done.entropy,
-        temperature, softcap, [x is not None for x in tensors],
-    )  # fmt: skip
-    for name, got, exact in zip(grads._fields, got_grads, grads, strict=True):
-        assert (got is None) == (exact is None), name
-        if got is not None:
-            assert_close(name, got.cpu(), exact, 1.5 * ROUNDING[dtype])
+    call = [dlogprobs.to(device), dentropy.to(device), *call, done.lse2, done.entropy]
+    wanted = [x is not None for x in tensors]
+    got_grads = launch.head_bwd(*call, temperature=temperature, softcap=softcap, wanted=wanted)
+    for name, grad, exact in zip(grads._fields, got_grads, grads, strict=True):
+        assert (grad is None) == (exact is None), name
+        if grad is not None:
+            assert_close(name, grad.cpu(), exact, 1.5 * ROUNDING[dtype])
 
 
 CASES = (
