@@ -1,4 +1,4 @@
-"""Log-probabilities from hidden states on a GPU: without waiting, in little memory, the same bits."""
+"""Log-probabilities from hidden states on a GPU: no waiting, little memory, the same bits."""
 
 import pytest
 import torch
