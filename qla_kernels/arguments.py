@@ -17,19 +17,20 @@ from qla_kernels.errors import need
 
 
 def switched_on(name: str) -> bool:
-    """Returns True if an environment variable is set, and neither empty nor 0."""
+    """Returns True if the environment variable `name` is set, and neither empty nor 0."""
     return os.environ.get(name, "0") not in ("", "0")
 
 
 def checks_contents() -> bool:
-    """Returns True under QLA_CHECK=1, which makes calls check the contents of GPU tensors."""
+    """Returns True under QLA_CHECK=1: calls then also check the values that GPU tensors hold."""
     return switched_on("QLA_CHECK")
 
 
 def check_words(op: str, name: str, x: Tensor) -> None:
-    """Raises ValueError unless all numbers fit in int32: kernels read the low words of int64.
+    """Raises ValueError unless all numbers of x fit in int32.
 
-    Waits for a GPU tensor.
+    Kernels read only the low 32 bits of int64 numbers. Synchronizes if x is on a GPU. `op` and
+    `name` are the function and the argument that the error names.
     """
     fits = torch.iinfo(torch.int32)
     if (wrong := (x < fits.min) | (x > fits.max)).any():
@@ -38,7 +39,10 @@ def check_words(op: str, name: str, x: Tensor) -> None:
 
 
 def flag(op: str, name: str, x: Any) -> bool:
-    """Returns x as a bool; None means False. Raises ValueError for all but bools, 0, 1 and None."""
+    """Returns x as a bool; None means False. Raises ValueError for all but bools, 0, 1 and None.
+
+    `op` and `name` are the function and the argument that the error names.
+    """
     if x is True or x is False:
         return x
     if x is None:
@@ -52,7 +56,11 @@ def integer(op: str, name: str, x: Any, fix: str = "") -> int:
     """Returns x as an int, or unchanged if it is a SymInt of torch.compile.
 
     Raises ValueError unless x is an integer of Python or NumPy, or an integer CPU tensor of one
-    element. `fix` tells the caller what to pass: "pass int(name)" by default.
+    element.
+
+    Args:
+        op, name: the function and the argument that the error names.
+        fix: the end of the error's text, which says what to pass; "pass int(name)" by default.
     """
     if type(x) is int or isinstance(x, torch.SymInt):
         return x  # type: ignore[return-value]
@@ -68,8 +76,12 @@ def integer(op: str, name: str, x: Any, fix: str = "") -> int:
 def number(op: str, name: str, x: Any, fix: str = "") -> float:
     """Returns x as a float.
 
-    Raises ValueError unless x is a real number, or a CPU tensor of one element that does not
-    require a gradient, because it would get none. `fix` is as in `integer`.
+    Raises ValueError unless x is a real number, or a CPU tensor of one element. The tensor must not
+    require a gradient, because the float is a constant to autograd.
+
+    Args:
+        op, name: the function and the argument that the error names.
+        fix: the end of the error's text, which says what to pass; "pass float(name)" by default.
     """
     if type(x) is float:
         return x
@@ -83,7 +95,10 @@ def number(op: str, name: str, x: Any, fix: str = "") -> float:
 
 
 def described(name: str, x: object) -> str:
-    """Returns a description of an argument for error messages, such as "n is 'a' of type str"."""
+    """Returns a description of the argument `name` with the value x, for error messages.
+
+    For example "n is 'a' of type str", or "x is a float32 tensor of shape (2, 3) on cpu".
+    """
     if isinstance(x, Tensor):
         with_grad = " that requires a gradient" if x.requires_grad else ""
         dtype = str(x.dtype).removeprefix("torch.")

@@ -20,7 +20,10 @@ from qla_kernels.errors import Unsupported, need
 
 
 def refuse_forward_mode(op: str, *tensors: object) -> None:
-    """Raises Unsupported if any of `tensors` has a forward-mode tangent; ignores other objects."""
+    """Raises Unsupported if any of `tensors` has a forward-mode tangent (torch.func.jvp).
+
+    Objects that are no tensors are ignored. `op` is the function that the error names.
+    """
     if forward_ad._current_level < 0 or not torch._C._is_fwd_grad_enabled():
         return
     if any(isinstance(x, Tensor) and _has_tangent(x) for x in tensors):
@@ -45,12 +48,14 @@ def _has_tangent(x: Tensor) -> bool:
 
 
 def refuse_second_derivative(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Returns a decorator for `backward` of an autograd.Function, to replace once_differentiable.
+    """Returns a decorator for the `backward` of an autograd.Function, whose gradients are final.
 
-    `backward` then runs without grad mode. With create_graph=True its gradients can be used, but
-    differentiating them, with respect to any saved tensor or incoming gradient, raises Unsupported.
-    torch's once_differentiable looks at incoming gradients alone: where these are constants, such
-    as those of a sum, it makes second derivatives 0.
+    The decorated `backward` runs without grad mode. Its gradients can be used under
+    create_graph=True, but a backward through them raises Unsupported, in the name of `op`.
+
+    It replaces torch's once_differentiable, which raises only if an incoming gradient requires a
+    gradient. The gradient of a sum is a constant, for example; second derivatives would then be 0
+    without an error.
     """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:

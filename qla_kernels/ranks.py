@@ -12,11 +12,11 @@ class RankError(RuntimeError):
 
 @contextmanager
 def lost_ranks_explained(op: str, what: str) -> Iterator[None]:
-    """Turns a RuntimeError of torch in a `with` block into a RankError.
+    """Turns a RuntimeError that torch.distributed raises in a `with` block into a RankError.
 
     Args:
         op: the function's name, with which the message begins.
-        what: the transfer that failed, as a clause: "ranks could not exchange links".
+        what: what failed, as a clause: "ranks could not exchange links".
     """
     try:
         yield
@@ -30,11 +30,13 @@ def lost_ranks_explained(op: str, what: str) -> Iterator[None]:
 
 
 def expect_equal(op: str, everyone: Sequence[Mapping[str, object]]) -> None:
-    """Raises a ValueError that names the first fact in which a rank differs from rank 0.
+    """Raises a ValueError if the ranks of a group make different calls.
+
+    The error names the first property of the call in which a rank differs from rank 0.
 
     Args:
         op: the function's name, with which the message begins.
-        everyone: for each rank, the facts of its call by name.
+        everyone: for each rank, the properties of its call by name, such as {"dtype": "bfloat16"}.
     """
     for rank, facts in enumerate(everyone):
         for name, first in everyone[0].items():

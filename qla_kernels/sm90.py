@@ -23,7 +23,10 @@ Reason = tuple[str, str, str]  # got, need, fix
 def refused_device(
     capability: tuple[int, int], dtype: torch.dtype, elsewhere: str
 ) -> Reason | None:
-    """Returns the reason if the GPU is no Hopper, or if no kernel has this dtype; else None.
+    """Returns None if kernels run on this GPU in this dtype, else the reason why not.
+
+    A reason is (got, needs, fix), three texts for `errors.need`. Kernels need a Hopper GPU, and
+    bf16 or fp16.
 
     Args:
         capability: compute capability of the GPU.
@@ -47,12 +50,14 @@ def refused_device(
 def refused_head_size(
     size: int, letter: str, padded: str, elsewhere: str, sizes: Sequence[int] = HEAD_SIZES
 ) -> Reason | None:
-    """Returns the reason if no kernel has this head size, else None.
+    """Returns None if a kernel has this head size, else the reason why a call cannot run.
+
+    A reason is (got, needs, fix), three texts for `errors.need`.
 
     Args:
         size: the head size.
         letter: its name in messages: D, K or V.
-        padded: the tensors that would be padded: "q and k".
+        padded: the tensors to pad to a larger head size, as text: "q and k".
         elsewhere: what the caller can do instead: "use ...".
         sizes: the sizes of the family's kernels, in ascending order.
     """
@@ -64,13 +69,21 @@ def refused_head_size(
 
 
 def head_sizes(validate: Any) -> str:
-    """Returns the head sizes of a family's kernels as text; `validate` is the family's module."""
+    """Returns the head sizes that kernels have as text, such as "head size 64 or 128".
+
+    `validate` is the module validate.py of gdn, dualkv or sparse_ring, which lists these sizes if
+    they are not 64 and 128.
+    """
     sizes = getattr(validate, "HEAD_SIZES", HEAD_SIZES)
     return sizes if isinstance(sizes, str) else f"head size {alternatives(sizes)}"
 
 
 def refused_strides(name: str, x: Tensor, batch_may_repeat: bool = False) -> Reason | None:
-    """Returns the reason if TMA cannot step through x, else None; see `tma_readable`."""
+    """Returns None if TMA, Hopper's copy engine, can read x, else the reason why a call cannot run.
+
+    A reason is (got, needs, fix), three texts for `errors.need`. `name` is the name of the argument
+    x, and batch_may_repeat is as in `tma_readable`.
+    """
     if tma_readable(x, batch_may_repeat):
         return None
     return (
@@ -81,12 +94,15 @@ def refused_strides(name: str, x: Tensor, batch_may_repeat: bool = False) -> Rea
 
 
 def tma_readable(x: Tensor, batch_may_repeat: bool = False) -> bool:
-    """Returns whether TMA can step through x; `require_aligned` looks at its address.
+    """Returns whether TMA, Hopper's copy engine, can read a tensor with x's strides.
+
+    The last stride must be 1; the other strides and the offset in the storage must be multiples of
+    16 bytes, and no stride may be 0. `require_aligned` checks the address.
 
     Args:
         x: any tensor, of at least two dimensions.
-        batch_may_repeat: allow a batch stride of 0 if rows have several tokens: such rows do not
-            flatten, so the caller launches each row with its own descriptor.
+        batch_may_repeat: accept a stride of 0 in the first dimension, as `expand` makes, if the
+            second dimension has several entries. The caller must then launch each row by itself.
     """
     offset = 0  # untraceable
     if not torch.compiler.is_compiling():
@@ -106,8 +122,8 @@ def tma_readable(x: Tensor, batch_may_repeat: bool = False) -> bool:
 def readable(x: Tensor) -> Tensor:
     """Returns x, or a contiguous copy if kernels cannot read its strides or its address.
 
-    Kernels need a last stride of 1; the address and the other strides, which are positive, must be
-    multiples of 16 bytes.
+    Kernels need a last stride of 1. The address must be a multiple of 16 bytes, and the other
+    strides positive multiples of 16 bytes.
     """
     step = TMA_ALIGNMENT // x.element_size()
     strides = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]
@@ -118,7 +134,10 @@ def readable(x: Tensor) -> Tensor:
 
 
 def require_aligned(op: str, **tensors: Tensor) -> None:
-    """Raises Unsupported if a tensor's address is not aligned; torch.compile cannot trace this."""
+    """Raises Unsupported unless the address of each tensor is a multiple of 16 bytes.
+
+    The tensors are passed by the names that the error uses. torch.compile cannot trace this check.
+    """
     for name, x in tensors.items():
         if past := x.data_ptr() % TMA_ALIGNMENT:
             got = f"{name} begins {past} bytes past a multiple of {TMA_ALIGNMENT}"
@@ -127,13 +146,16 @@ def require_aligned(op: str, **tensors: Tensor) -> None:
 
 
 def require(reason: str | None) -> None:
-    """Raises Unsupported with the text of a family's `refusal`, if there is one."""
+    """Raises Unsupported with the text `reason`, the result of a `refusal`; None raises nothing."""
     if reason is not None:
         raise Unsupported(reason)
 
 
 def expect_tensors(op: str, **arguments: object) -> None:
-    """Raises a ValueError that names the first argument that is no tensor."""
+    """Raises ValueError unless all keyword arguments but `op` are tensors.
+
+    The error names the function `op` and the first argument that is no tensor.
+    """
     for name, x in arguments.items():
         if not isinstance(x, Tensor):
             got = f"{name} is of type {type(x).__name__}"

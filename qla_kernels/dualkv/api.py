@@ -53,11 +53,11 @@ def shared_prefix_attention(
     """Computes attention over packed sequences that store shared prefixes once; differentiable.
 
     A response token sees its prompt and, causally, its own response. A prompt token sees its prompt
-    causally:
+    causally. For packed token i this is
 
-        o_q = sum_k softmax_k(scale q_q . k_k) v_k    over the k with k <= q < layout.tout[k]
+        o_i = sum_j softmax_j(scale q_i . k_j) v_j    over the j with j <= i < layout.tout[j]
 
-    Results and gradients equal those of running each sequence alone; the gradient of a shared token
+    where tout[j] is one past the last packed token that may see token j. Results and gradients equal those of running each sequence alone; the gradient of a shared token
     is the sum over the sequences that contain it. q, k and v have one dtype. On a CPU, q, k and v
     may have any strides, in bf16, fp16, fp32 or fp64. A GPU must be a Hopper, and q, k and v must
     then have bf16 or fp16, D of 64, 128 or 256, a last stride of 1, and other strides that are
@@ -107,10 +107,10 @@ def attend(
     return_lse: bool,
     q_shift: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """Runs a call whose arguments were checked; returns (o, lse), with lse None without return_lse.
+    """Runs `shared_prefix_attention` on checked arguments; returns (o, lse), or (o, None).
 
-    Row i of q is packed token i + q_shift. Under QLA_CHECK=1 the contents of the layout are checked
-    first, which waits for the device.
+    Row i of q is the query of packed token i + q_shift; the first q_shift tokens have no query.
+    Under QLA_CHECK=1 the values of layout.tout are checked first, which waits for the device.
     """
     if checks_contents():
         check_contents(layout)

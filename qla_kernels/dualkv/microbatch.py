@@ -22,9 +22,11 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Piece(NamedTuple):
-    """The prompt of one group, with some or all of the group's responses.
+    """The prompt of one group, with some or all of the responses to this prompt.
 
-    `group` is the index of the group; `responses` are indices of responses within the group.
+    Attributes:
+        group: index of the group in the argument `groups` of `plan_microbatches`.
+        responses: indices of the responses within the group.
     """
 
     group: int
@@ -43,18 +45,20 @@ def plan_microbatches(
 ) -> list[list[MicroBatch]]:
     """Distributes groups over micro-batches and ranks; returns each rank's list of micro-batches.
 
-    A micro-batch is a list of Pieces with at most max_tokens packed tokens, prompts included. Every
+    A group is a prompt with its responses; a Piece is the prompt with some of them. A micro-batch
+    is a list of Pieces with at most max_tokens tokens, each prompt counted once per Piece. Every
     rank gets the same number of micro-batches, because collectives need equal numbers. To reach a
-    multiple of `ranks`, the costliest micro-batches with several pieces are halved; if this does
+    multiple of `ranks`, the costliest micro-batches with several Pieces are halved; if this does
     not suffice, some ranks get empty micro-batches at the end. Each rank runs its costliest
     micro-batch first, so that ranks run micro-batches of similar cost at the same time.
 
     Args:
-        groups: pairs (tokens of the prompt, [tokens of each response]).
-        max_tokens: limit of packed tokens in a micro-batch. Only larger groups are split.
+        groups: pairs (number of tokens of the prompt, [number of tokens of each response]).
+        max_tokens: the most tokens of a micro-batch. Only groups that are larger are split.
         ranks: number of data-parallel ranks; each gets about the same cost.
-        token_cost: cost of a token outside attention, in units of one (query, key) pair: weights of
-            a layer / (2 H D). 0 counts attention alone.
+        token_cost: cost of a token outside attention, where one (query, key) pair of attention
+            costs 1: the number of weights of a layer / (2 * query heads * head size). 0 counts
+            attention alone.
 
     Raises:
         ValueError: an argument has a wrong type or is out of range, or a prompt and a response

@@ -28,11 +28,16 @@ class PaddedGroup(NamedTuple):
     """The rows of a padded batch that have the same prompt.
 
     The pair (prompt, responses) of a PaddedGroup is a group for `plan_microbatches`.
+
+    Attributes:
+        rows: numbers of the rows.
+        prompt: number of tokens of the prompt, without padding.
+        responses: number of tokens of each row's response, without padding.
     """
 
     rows: list[int]
-    prompt: int  # tokens
-    responses: list[int]  # tokens of each row's response
+    prompt: int
+    responses: list[int]
 
 
 def pack_padded(
@@ -47,8 +52,9 @@ def pack_padded(
 ) -> SharedBatch:
     """Packs padded rows, as in veRL and TRL, into a batch that stores each distinct prompt once.
 
-    All tokens of responses are targets. Sequences are numbered by row. Tensors on a GPU are copied
-    to the host, which waits for the GPU once per batch.
+    All tokens of responses are targets: their log-probability will be computed. Sequences have the
+    numbers of their rows. Tensors on a GPU are copied to the host, which waits for the GPU once per
+    batch.
 
     Args:
         input_ids: [B, W] rows; the prompt ends at prompt_width, and the response begins there.
@@ -100,9 +106,9 @@ def padded_groups(
     group_ids: Sequence[Hashable] | Tensor | None = None,
     verify: bool = True,
 ) -> list[PaddedGroup]:
-    """Returns the groups that `pack_padded` would make, ordered by first row, without packing.
+    """Returns the groups that `pack_padded` would make, without packing; ordered by first row.
 
-    Pass [(group.prompt, group.responses), ..] to `plan_microbatches`. The arguments and errors are
+    A group is the rows that have the same prompt. Pass [(group.prompt, group.responses), ..] to `plan_microbatches`. The arguments and errors are
     those of `pack_padded`.
     """
     prompt_width = _check_shapes(input_ids, attention_mask, prompt_width)

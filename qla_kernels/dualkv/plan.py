@@ -26,17 +26,26 @@ from qla_kernels.sm90 import alternatives
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SharedLayout:
-    """Which packed tokens see each other: query token q sees key token k if k <= q < tout[k].
+    """Which packed tokens see each other: the query of token i sees key j if j <= i < tout[j].
 
-    `from_lengths` and `from_forest` make layouts. SharedLayout is not a tuple, because wrappers
-    that move a model's arguments to a GPU would move all tensors of a tuple, and `nodes` must stay
-    on the host.
+    A packed batch is a forest of nodes. A node is a run of tokens, such as a prompt or a response,
+    and its children continue its sequence. A node comes before its children. `from_lengths` and
+    `from_forest` make layouts.
+
+    SharedLayout is not a tuple, because wrappers that move a model's arguments to a GPU would move
+    all tensors of a tuple, and `nodes` must stay on the host.
+
+    Attributes:
+        tout: int32 [T]; tout[j] is one past the last packed token that may see token j.
+        nodes: int32 [n, 3] on the CPU, a row for each node: its first token, one past its last
+            token, and the tout of its tokens. No node is empty.
+        prepared: tables of the attention kernels, which `prepare` builds.
+        further: tables of the kernels of other operations, by keys that begin with a name.
     """
 
-    tout: Tensor  # int32 [T]
-    nodes: Tensor  # int32 [n, 3], on the CPU: first token, one past the last, tout; none is empty
+    tout: Tensor
+    nodes: Tensor
     prepared: dict["Key", "Prepared"] = field(default_factory=dict, init=False)
-    # tables of other families' kernels, by keys that begin with a name
     further: dict[tuple[str, int], Any] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -126,19 +135,20 @@ class SharedLayout:
     def prepare(
         self, num_heads: int, kv_heads: int, q_shift: int = 0, head_dim: int = 128
     ) -> Tables:
-        """Returns the tables of the attention kernels for these heads, which the first call builds.
+        """Returns the tables of the attention kernels for these heads; the first call builds them.
 
-        All layers and the backward share the tables, and so do head sizes 64 and 128. The copy to
-        the GPU does not block the host. If attention runs on another stream than `prepare`, that
-        stream waits for the copy, except in compiled code. Inside compiled code and during the
-        capture of a CUDA graph, tables cannot be built, and `prepare` raises ValueError: call
-        `prepare` before, on the same stream.
+        The tables list the tiles of queries and keys that see each other. All layers and the
+        backward share the tables, and so do head sizes 64 and 128. The copy to the GPU does not
+        block the host. If attention runs on another stream than `prepare`, that stream waits for
+        the copy, except in compiled code. Inside compiled code and during the capture of a CUDA
+        graph, tables cannot be built, and `prepare` raises ValueError: call `prepare` before, on
+        the same stream.
 
         Args:
-            num_heads: number of query heads, H.
-            kv_heads: number of key heads, Hk.
-            q_shift: row i of q is packed token i + q_shift.
-            head_dim: D.
+            num_heads: number of query heads.
+            kv_heads: number of key heads.
+            q_shift: number of tokens at the start of the batch that have no query.
+            head_dim: head size.
         """
         key = num_heads, kv_heads, q_shift, KEY_TILES.get(head_dim)
         ready = self.prepared.get(key)
@@ -175,9 +185,9 @@ class SharedLayout:
         return _unchecked, (self.tout, self.nodes)
 
     def to(self, device: torch.device | str) -> "SharedLayout":
-        """Returns a copy of the layout, without its tables, on `device`.
+        """Returns a copy of the layout on `device`, without the kernels' tables.
 
-        A copy to a GPU does not wait for the GPU.
+        A copy from the CPU to a GPU does not block the host.
         """
         return _unchecked(moved(self.tout, device), self.nodes)
 
@@ -205,7 +215,11 @@ def _check_tensors(tout: Any, nodes: Any) -> None:
 
 
 def check_nodes(nodes: Tensor, num_tokens: int) -> None:
-    """Raises ValueError unless each token is in one node and the nodes are in depth-first order."""
+    """Raises ValueError unless each token is in one node and the nodes are in depth-first order.
+
+    A row of nodes, int32 [n, 3] on the CPU, has a node's first token, one past its last token, and
+    one past the last token of its descendants. A node is a run of tokens, such as a prompt.
+    """
     end, path = 0, [num_tokens]  # ends of the subtrees that are open
     for first, stop, tout in nodes.tolist():
         while len(path) > 1 and path[-1] <= first:
@@ -221,14 +235,17 @@ def check_nodes(nodes: Tensor, num_tokens: int) -> None:
 
 
 def check_tout(tout: Tensor, nodes: Tensor) -> None:
-    """Raises ValueError unless `tout` fits `nodes`; waits for the device of `tout`."""
+    """Raises ValueError unless `tout`, int32 [T], has the values that follow from `nodes`.
+
+    Both are fields of a `SharedLayout`. Waits for the device of `tout`.
+    """
     if not torch.equal(tout.cpu(), per_token(nodes)):
         got = "tout with other values than those of nodes"
         raise ValueError(need("SharedLayout", got, "tout and nodes of one forest", MAKE))
 
 
 def per_token(nodes: Tensor) -> Tensor:
-    """Computes the `tout` of nodes, on the CPU."""
+    """Returns the field `tout` [T] of the `SharedLayout` with these nodes [n, 3], on the CPU."""
     return nodes[:, 2].repeat_interleave(nodes[:, 1] - nodes[:, 0])
 
 
@@ -236,12 +253,19 @@ Key = tuple[int, int, int, tuple[int, int, int] | None]  # heads, key heads, q_s
 
 
 class Prepared(NamedTuple):
-    """The tables of a layout, with the stream and the GPU that filled the tables."""
+    """The kernels' tables of a layout, and where they were filled.
+
+    Attributes:
+        tables: the tables.
+        kept: the same tables; `kept.here()` makes the current stream wait until they are filled.
+        gpu: number of the GPU that holds the tables, -1 for the CPU.
+        by_default: True if they were filled on the default stream.
+    """
 
     tables: Tables
     kept: Kept[Tables]
-    gpu: int  # -1 for the CPU
-    by_default: bool  # on the default stream
+    gpu: int
+    by_default: bool
 
 
 def _not_prepared(numbers: tuple[int, int, int, int], before: str) -> str:
@@ -267,10 +291,7 @@ def _check_heads(num_heads: int, kv_heads: int) -> None:
 
 
 def tensor_of(numbers: Iterable[int]) -> Tensor:
-    """Returns the numbers as an int64 CPU tensor.
-
-    The default device of torch is ignored.
-    """
+    """Returns the numbers as an int64 CPU tensor, whatever torch's default device is."""
     return torch.tensor(list(numbers), dtype=torch.long, device="cpu")
 
 
@@ -280,9 +301,9 @@ def run(first: int, end: int) -> Tensor:
 
 
 def moved(x: Tensor, device: torch.device | str | None) -> Tensor:
-    """Returns x on `device`, or x itself if `device` is None.
+    """Returns a copy of x on `device`, or x itself if `device` is None.
 
-    A copy to a GPU does not wait for the GPU.
+    A copy from the CPU to a GPU does not block the host.
     """
     if device is None:
         return x
@@ -298,10 +319,16 @@ def layout_of_nodes(
     pad_to: int | None,
     device: torch.device | str | None,
 ) -> SharedLayout:
-    """Returns the layout of a depth-first forest; the caller has checked lengths and parents.
+    """Returns the layout of a forest of nodes: `SharedLayout.from_forest` on checked arguments.
 
-    Raises ValueError if pad_to is not an integer, or is less than the number of tokens. `op` is the
-    function that the error names; the other arguments are those of `SharedLayout.from_forest`.
+    Raises ValueError if pad_to is not an integer, or is less than the number of tokens.
+
+    Args:
+        op: the function that the error names.
+        lengths: number of tokens of each node, such as a prompt or a response; depth first.
+        parents: index of each node's parent, -1 for a root.
+        pad_to: number of tokens after padding; None for no padding.
+        device: device of the field `tout`; None for the CPU.
     """
     lengths, parents = _padded(op, lengths, parents, pad_to)
     ends = tensor_of([0, *lengths]).cumsum(0)

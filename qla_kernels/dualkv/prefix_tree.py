@@ -42,9 +42,10 @@ def pack_prefix_tree(
     Args:
         sequences: token ids, [n] tensors or lists, n at least 1. A sequence may be a prefix of
             another, or equal to another.
-        loss_mask: a flag for each token of each sequence, True for targets. The first token cannot
-            be a target, because no token predicts it. If None, all other tokens are targets. A
-            shared token is a target for every sequence whose mask marks the token.
+        loss_mask: a flag for each token of each sequence, True for targets, whose log-probability
+            will be computed. The first token cannot be a target, because no token predicts it. If
+            None, all other tokens are targets. A shared token is a target for every sequence whose
+            mask marks the token.
         position_ids: [.., number of tokens of all sequences], one sequence after another, for
             models whose positions do not count from 0. A shared token takes the position that the
             first of its sequences has.

@@ -22,9 +22,10 @@ def pack_shared_prompts(
 ) -> SharedBatch:
     """Packs prompts and their responses into a batch: each prompt once, then its responses.
 
-    All tokens of responses are targets; for targets in prompts use `pack_prefix_tree`. Sequences
-    are numbered in the order of the arguments. `SharedBatch.pack` of the returned batch takes
-    tensors with one entry per token, group after group, the prompt before its responses.
+    All tokens of responses are targets: their log-probability will be computed. For targets in
+    prompts use `pack_prefix_tree`. A sequence is a prompt with one response; sequences are numbered
+    in the order of the arguments. `SharedBatch.pack` of the returned batch takes tensors with one
+    entry per token, prompt after prompt, and after each prompt its responses.
 
     Args:
         prompts: token ids of each group's prompt, [P] tensors or lists, P at least 1.

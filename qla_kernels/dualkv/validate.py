@@ -49,8 +49,8 @@ def refusal(
     The answer is the same with and without gradients.
 
     Args:
-        q, k, v, scale: as in `shared_prefix_attention`, well formed.
-        capability: answer for a GPU of this compute capability, whatever the tensors' device.
+        q, k, v, scale: as in `shared_prefix_attention`, with shapes that fit together.
+        capability: answer as if the tensors were on a GPU of this compute capability: (9, 0).
         op: the name of the function, which begins the returned text.
     """
     reason = _reason(q, k, v, scale)
@@ -76,10 +76,10 @@ def _reason(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Reason | No
 
 
 def unfit_factor(name: str, x: Any) -> str | None:
-    """Returns the reason why x cannot be a positive factor called `name`, or None if it can.
+    """Returns the reason why x cannot be a positive factor, such as a scale, or None if it can.
 
-    A tensor must have one element. The tensor must not require a gradient, because the gradient is
-    not computed.
+    x is a number, or a tensor of one element that does not require a gradient, because none is
+    computed. `name` is the name of x in the reason.
     """
     if isinstance(x, Tensor):
         if x.requires_grad:
@@ -104,8 +104,9 @@ def check_tensors(
 ) -> None:
     """Raises ValueError unless q, k, v and layout fit together in type, shape and device.
 
-    q has to be [T - q_shift, H, D], k and v [T, Hk, D]. Strides are not checked. Raises Unsupported
-    if one of them has a forward-mode tangent.
+    q must be [T - q_shift, H, D], k and v [T, Hk, D], for a layout of T tokens, the first q_shift
+    of which have no query. Strides are not checked. Raises Unsupported if q, k or v has a
+    forward-mode tangent.
     """
     if not isinstance(layout, SharedLayout):
         got, fix = f"layout is of type {type(layout).__name__}", "pass batch.layout"
@@ -139,9 +140,10 @@ def check_tensors(
 
 
 def check_contents(layout: SharedLayout) -> None:
-    """Raises ValueError unless the layout's nodes are a depth-first forest that `tout` agrees with.
+    """Raises ValueError if the fields of a layout contradict each other.
 
-    Runs under QLA_CHECK=1, for layouts whose `tout` lies on a GPU, and waits for this GPU.
+    `nodes` must be a forest in depth-first order, and `tout` must follow from it. This waits for
+    the GPU of `tout`, so calls make the check under QLA_CHECK=1 only.
     """
     check_nodes(layout.nodes, layout.num_tokens)
     check_tout(layout.tout, layout.nodes)
