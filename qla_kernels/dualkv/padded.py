@@ -108,8 +108,8 @@ def padded_groups(
 ) -> list[PaddedGroup]:
     """Returns the groups that `pack_padded` would make, without packing; ordered by first row.
 
-    A group is the rows that have the same prompt. Pass [(group.prompt, group.responses), ..] to `plan_microbatches`. The arguments and errors are
-    those of `pack_padded`.
+    A group is the rows that have the same prompt. Pass [(group.prompt, group.responses), ..] to
+    `plan_microbatches`. The arguments and errors are those of `pack_padded`.
     """
     prompt_width = _check_shapes(input_ids, attention_mask, prompt_width)
     verify = flag(OP, "verify", verify)

@@ -44,11 +44,21 @@ CHUNK_SIZES = (16, 32, 64)  # FLA's; results do not depend on it, and 64 is alwa
 
 
 class Accepted(NamedTuple):
-    """Results of checking a call that wants gradients; saved for calls that look the same."""
+    """Results of checking a call that wants gradients.
+
+    They are saved, so that a later call skips the check if its tensors have the same dtypes,
+    devices, strides and sizes (the number of tokens may differ), and its other arguments are equal.
+
+    Attributes:
+        scale: factor of q.
+        options: the flags and numbers of the call.
+        gated: True if g is the input of the gate (use_gate_in_kernel), False if it is the log of
+            the decay.
+    """
 
     scale: float
     options: Options
-    gated: bool  # g is the input of a gate
+    gated: bool
 
 
 def chunk_gated_delta_rule(

@@ -11,19 +11,31 @@ from qla_kernels.gdn.plan import WARM_LOG_BOUND
 
 
 class Call(NamedTuple):
-    """The tensors of a call, checked, and its scale; see `chunk_gated_delta_rule`."""
+    """The checked tensors of a call, and its scale; see `chunk_gated_delta_rule`.
 
-    q: Tensor  # [B, T, H, K]
-    k: Tensor  # [B, T, H, K]
-    v: Tensor  # [B, T, HV, V]
-    g: Tensor  # [B, T, HV]: the input of the gate if A_log is given, else the gate
-    beta: Tensor  # [B, T, HV], before its activation
+    Attributes:
+        q, k: [B, T, H, K].
+        v: [B, T, HV, V].
+        g: [B, T, HV], the log of the decay if A_log is None, else the input of the gate.
+        beta: [B, T, HV], before its sigmoid, if the options ask for one.
+        scale: factor of q.
+        initial_state: [N, HV, K, V], or [N, HV, V, K] with the option state_v_first; 0 if None.
+        cu_seqlens: [N + 1], the bounds of N packed sequences; None: each batch row is a sequence.
+        cu_seqlens_cpu: [N + 1], the same numbers on the CPU, if the caller has them.
+        A_log, dt_bias: [HV], the parameters of the gate; dt_bias is 0 if None.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
     scale: float
-    initial_state: Tensor | None = None  # [N, HV, K, V], or [N, HV, V, K] if state_v_first
-    cu_seqlens: Tensor | None = None  # [N + 1]
-    cu_seqlens_cpu: Tensor | None = None  # [N + 1]
-    A_log: Tensor | None = None  # [HV]; None if g is the gate itself
-    dt_bias: Tensor | None = None  # [HV]
+    initial_state: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    cu_seqlens_cpu: Tensor | None = None
+    A_log: Tensor | None = None
+    dt_bias: Tensor | None = None
 
     @property
     def raw_g(self) -> Tensor | None:
@@ -38,7 +50,17 @@ class Call(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The options of a call, with their defaults; see `chunk_gated_delta_rule`."""
+    """The flags and numbers of a call, with their defaults.
+
+    Fields that are not listed are arguments of `chunk_gated_delta_rule`.
+
+    Attributes:
+        output_h: also return the state before each chunk of 64 tokens.
+        is_train: also return what the backward needs.
+        auto_cp: allow cutting sequences into segments that run in parallel.
+        enable_fwd_cp_cache: save the segments for the backward. None: if that is predicted to be
+            faster (keeping.py).
+    """
 
     use_qk_l2norm_in_kernel: bool = False  # the chunked path normalises q and k beforehand
     use_beta_sigmoid_in_kernel: bool = False
@@ -48,7 +70,7 @@ class Options(NamedTuple):
     output_h: bool = False
     is_train: bool = False
     auto_cp: bool = True
-    enable_fwd_cp_cache: bool | None = False  # None: keeping.py decides
+    enable_fwd_cp_cache: bool | None = False
     warm_log_bound: float = WARM_LOG_BOUND
 
     @property
@@ -57,21 +79,36 @@ class Options(NamedTuple):
         return (1.0 + self.allow_neg_eigval) * self.use_beta_sigmoid_in_kernel
 
     def state_size(self, K: int, V: int) -> tuple[int, int]:
-        """Returns the last two dimensions of the caller's states."""
+        """Returns the last two sizes of the caller's states: (K, V), or (V, K) if state_v_first."""
         return (V, K) if self.state_v_first else (K, V)
 
 
 class SavedForward(NamedTuple):
-    """Results of a forward that its backward needs."""
+    """Results of a forward that its backward needs.
 
-    g_cum: Tensor  # [B, T, HV] fp32
-    A: Tensor  # [B, T, HV, 64]
-    cp_cache: list[Tensor]  # may be empty
+    Attributes:
+        g_cum: [B, T, HV] fp32, sum of the log decays from the first token of the chunk on. A chunk
+            is 64 tokens of a sequence.
+        A: [B, T, HV, 64], row t of the inverse triangular matrix of its chunk; `low_level` has the
+            formula.
+        cp_cache: the segments into which the forward cut sequences, and the states from which they
+            start; empty if these were not saved.
+    """
+
+    g_cum: Tensor
+    A: Tensor
+    cp_cache: list[Tensor]
 
 
 class Incoming(NamedTuple):
-    """The gradients that a backward starts from."""
+    """The gradients of a forward's results, and whether the backward returns dh0.
 
-    do: Tensor  # [B, T, HV, V], any strides
-    dht: Tensor | None = None  # as the final state
-    output_dh0: bool = True  # return the gradient of the initial state
+    Attributes:
+        do: [B, T, HV, V], the gradient of o, with any strides.
+        dht: the gradient of the final state, in its shape; 0 if None.
+        output_dh0: also return dh0, the gradient of the initial state.
+    """
+
+    do: Tensor
+    dht: Tensor | None = None
+    output_dh0: bool = True

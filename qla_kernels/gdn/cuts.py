@@ -29,13 +29,20 @@ LISTED_KINDS = 3  # kinds of cut sequences that a sentence lists
 class Cuts(NamedTuple):
     """The number of segments into which a call cuts each sequence; `segments_of` returns it.
 
-    str(cuts) is a sentence that says how many sequences are cut into how many segments.
+    The segments of a sequence run in parallel on a GPU. str(cuts) is a sentence that says how many
+    sequences are cut into how many segments.
+
+    Attributes:
+        lengths: tokens of each sequence.
+        segments: number of segments of each sequence; 1 leaves it whole.
+        segment_tokens: the most tokens of a segment; None if no sequence is cut.
+        direction: "fwd" for the forward, "bwd" for the backward.
     """
 
-    lengths: tuple[int, ...]  # of the sequences, in tokens
-    segments: tuple[int, ...]  # of each sequence; 1 leaves it whole
-    segment_tokens: int | None  # the most tokens of a segment; None if no sequence is cut
-    direction: str  # "fwd" or "bwd"
+    lengths: tuple[int, ...]
+    segments: tuple[int, ...]
+    segment_tokens: int | None
+    direction: str
 
     @property
     def cut(self) -> bool:
@@ -76,14 +83,15 @@ def segments_of(
         >>> print(segments_of([8192]))
         The forward cuts 1 sequence of 8192 tokens into 4 segments.
 
-    Uses the planner of the call; launches nothing and needs no GPU. Not for calls with `cp_context`
-    or trees of shared prompts.
+    The segments of a sequence run in parallel on a GPU, which long sequences with few heads need to
+    fill it. This function uses the planner of the call, launches nothing and needs no GPU. It is
+    not for calls with `cp_context` or for `shared_prefix_gated_delta_rule`.
 
     Args:
         lengths: tokens of each sequence.
-        heads: key heads and value heads.
-        head_dim: K.
-        value_dim: V; K if None.
+        heads: number of key heads, and number of value heads.
+        head_dim: K, the size of a key.
+        value_dim: V, the size of a value; K if None.
         direction: "fwd", with or without gradients; or "bwd", the backward of a call that is not
             compiled and has the default `enable_fwd_cp_cache`. Such a backward may reuse the
             segments of the forward.

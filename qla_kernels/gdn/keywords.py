@@ -27,9 +27,10 @@ _BOOLS = frozenset([bool])
 
 
 def take_layout(op: str, kwargs: dict[str, Any], state_v_first: bool) -> bool:
-    """Returns state_v_first, or the value of its old name, which it removes from kwargs.
+    """Returns state_v_first, or the value that the caller passed under its deprecated name.
 
-    Warns about the old name, transpose_state_layout. Raises ValueError if both are passed.
+    The deprecated name is transpose_state_layout; it is removed from kwargs with a warning. Raises
+    ValueError, in the name of `op`, if kwargs has it and state_v_first is True.
     """
     if "transpose_state_layout" not in kwargs:
         return state_v_first
@@ -57,7 +58,10 @@ OF_ENGINES = {
 
 
 def refuse_unknown(op: str, kwargs: dict[str, Any]) -> None:
-    """Raises TypeError if a keyword is left in kwargs; FLA ignores such keywords silently."""
+    """Raises TypeError if kwargs is not empty. FLA would ignore unknown keywords silently.
+
+    `op` is the function that the error names; kwargs has the keywords that it does not know.
+    """
     if kwargs:
         names = sorted(kwargs)
         fixes = [f"{name}: {OF_ENGINES[name]}" for name in names if name in OF_ENGINES]
@@ -66,11 +70,14 @@ def refuse_unknown(op: str, kwargs: dict[str, Any]) -> None:
 
 
 def warm_bound(op: str, exact: Any, warm_log_bound: Any) -> float:
-    """Returns the natural log of the part of an earlier state that segments may omit.
+    """Returns the bound that follows from the arguments `exact` and `warm_log_bound` of a call.
 
-    WARM_LOG_BOUND by default, EXACT_LOG_BOUND with `exact`, else warm_log_bound; -inf omits
-    nothing. None means that an argument was not passed. Raises ValueError if both are passed, or if
-    the bound is not below 0.
+    If a sequence is cut into segments, the part of an earlier state that has decayed below a factor
+    e^bound may be omitted. The bound is -12 by default, -104 with exact=True or under QLA_EXACT=1,
+    and otherwise warm_log_bound; -inf omits nothing. None means that an argument was not passed.
+
+    Raises ValueError, in the name of `op`, if exact is True and warm_log_bound is passed, or if
+    warm_log_bound is not below 0.
     """
     if exact is None:
         exact = EXACT_BY_DEFAULT and warm_log_bound is None
@@ -91,14 +98,21 @@ def warm_bound(op: str, exact: Any, warm_log_bound: Any) -> float:
 
 
 def keeping(op: str, enable_fwd_cp_cache: Any) -> bool | None:
-    """Returns enable_fwd_cp_cache as a bool, or None: keeping.py then decides."""
+    """Returns enable_fwd_cp_cache as a bool, or None, for a cache where it is predicted to pay off.
+
+    The option saves the segments of a forward for its backward; keeping.py predicts. Raises
+    ValueError, in the name of `op`, for any other value.
+    """
     if enable_fwd_cp_cache is None:
         return None
     return flag(op, "enable_fwd_cp_cache", enable_fwd_cp_cache)
 
 
 def is_invariant(op: str, batch_invariant: Any) -> bool:
-    """Returns batch_invariant as a bool; None means the default of QLA_BATCH_INVARIANT."""
+    """Returns batch_invariant as a bool; None means True under QLA_BATCH_INVARIANT=1, else False.
+
+    Raises ValueError, in the name of `op`, for a value that is no flag.
+    """
     if batch_invariant is None:
         return INVARIANT_BY_DEFAULT
     return flag(op, "batch_invariant", batch_invariant)
@@ -117,9 +131,10 @@ def scale_of(op: str, scale: Any, q: Tensor) -> float:
 
 
 def checked_flags(op: str, options: Options) -> Options:
-    """Returns the options with every flag as a bool; ValueError if one cannot be a flag.
+    """Returns the options with every flag as a bool, for example True for 1.
 
-    Does not check enable_fwd_cp_cache and warm_log_bound.
+    Raises ValueError, in the name of `op`, if a value is not True, False, 0, 1 or None. Does not
+    check enable_fwd_cp_cache and warm_log_bound.
     """
     *flags, keep, bound = options
     if _BOOLS.issuperset(map(type, flags)):

@@ -39,14 +39,21 @@ ELSEWHERE = "use fla.ops.gated_delta_rule"
 
 
 class Gate(NamedTuple):
-    """The arguments of the gate: use_gate_in_kernel, A_log and dt_bias."""
+    """The arguments of a call that describe the gate, which computes each token's decay.
+
+    Attributes:
+        use_gate_in_kernel: True if the log of the decay is -exp(A_log) softplus(g + dt_bias), where
+            g is an argument of the call; False if it is g.
+        A_log: [HV].
+        dt_bias: [HV]; 0 if None.
+    """
 
     use_gate_in_kernel: bool
     A_log: Tensor | None
     dt_bias: Tensor | None
 
     def parameters(self) -> tuple[Tensor | None, Tensor | None]:
-        """Returns (A_log, dt_bias), or (None, None) without use_gate_in_kernel, as FLA does."""
+        """Returns (A_log, dt_bias), or (None, None) if use_gate_in_kernel is False, as in FLA."""
         return (self.A_log, self.dt_bias) if self.use_gate_in_kernel else (None, None)
 
 
@@ -69,12 +76,13 @@ def refusal(
     states, which may have any float dtype and any strides.
 
     Args:
-        q, k, v: as in `chunk_gated_delta_rule`, well formed.
+        q, k, v: as in `chunk_gated_delta_rule`, with shapes that fit together.
         cp_context: the call's context; layouts other than "contiguous" and "zigzag" are refused.
         output_h: as in `chunk_gated_delta_rule_fwd`; on a GPU, packed sequences then need
             cu_seqlens_cpu.
+        cu_seqlens, cu_seqlens_cpu: as in `chunk_gated_delta_rule`; read only with output_h.
         anchored: True for a call of a `GdnPool`.
-        capability: answer for a GPU of this compute capability, whatever the tensors' device.
+        capability: answer as if the tensors were on a GPU of this compute capability: (9, 0).
         op: the name of the function, which begins the returned text.
     """
     reason = _refused_everywhere(q, k, v, cp_context)
@@ -94,7 +102,7 @@ def refusal(
 def wants_gradients(arguments: Iterable[Tensor | float | None]) -> bool:
     """Returns whether autograd would record a call with these arguments.
 
-    This is so if grad mode is on and at least one argument is a tensor that requires a gradient.
+    True if grad mode is on and at least one argument is a tensor that requires a gradient.
     """
     if not torch.is_grad_enabled():
         return False
@@ -191,6 +199,7 @@ def check_tensors(
 ) -> None:
     """Raises ValueError unless types, shapes, devices and dtypes fit together.
 
+    The arguments are those of `chunk_gated_delta_rule`; `op` is the function that the error names.
     Does not check strides. `refusal` checks the dtypes of q, k and v.
     """
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
@@ -285,9 +294,14 @@ def expect_tensor(
     device: torch.device,
     floats: bool = False,
 ) -> None:
-    """Raises ValueError unless x is a tensor of this shape and device, and a float if `floats`.
+    """Raises ValueError unless x is a tensor of this shape on this device.
 
-    One function for three checks, because a call has many tensors and host time counts.
+    One function does all checks, because a call has many tensors and host time counts.
+
+    Args:
+        op, name: the function and the argument that the error names.
+        letters: the shape in words of the documentation, such as "[B, T, HV]", for the error.
+        floats: also require a float dtype.
     """
     if not isinstance(x, Tensor) or x.shape != shape:
         expect_shape(op, name, x, shape, letters)

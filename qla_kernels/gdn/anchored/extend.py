@@ -22,31 +22,43 @@ BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of a numb
 class Slots(NamedTuple):
     """The tensors of a `GdnPool`. Every tensor has one entry per slot; a slot holds one sequence.
 
-    The entries of a tensor may lie any distance apart, for example in the pages of a cache. The
-    pool uses one slot for padding and never changes it. k_tail and v_tail have the dtype of q.
-    TAIL_PLACES is 128, which is two chunks of CHUNK = 64 tokens.
+    A slot has the sequence's state after its last whole chunk of 64 tokens (the anchor), and k, v,
+    g and beta of the tokens since (the tail). Token t of the sequence is entry t % 128 of its tail.
+    The pool uses one slot for padding and never changes it. The slots of a tensor may lie any
+    distance apart, for example in the pages of a cache.
 
     The kernels that read anchors have K = 64 and K = 128. For another K, each head of `anchors`
     must be followed in memory by rows of zeros, up to the next larger of these two numbers.
+
+    Attributes:
+        anchors: [slots, HV, K, V] fp32, the state after `anchored` tokens.
+        k_tail: [slots, 128, H, K] in the dtype of q.
+        v_tail: [slots, 128, HV, V] in the dtype of q.
+        g_tail: [slots, 128, HV] fp32, natural log of each token's decay.
+        beta_tail: [slots, 128, HV] fp32.
+        anchored: [slots] int32, number of tokens before the tail, a multiple of 64.
+        lengths: [slots] int32, number of tokens of the sequence so far.
     """
 
-    anchors: Overwritten  # [slots, HV, K, V] fp32, the state after `anchored` tokens
-    k_tail: Overwritten  # [slots, TAIL_PLACES, H, K]; token t has place t % TAIL_PLACES
-    v_tail: Overwritten  # [slots, TAIL_PLACES, HV, V]
-    g_tail: Overwritten  # [slots, TAIL_PLACES, HV] fp32
-    beta_tail: Overwritten  # [slots, TAIL_PLACES, HV] fp32
-    anchored: Overwritten  # [slots] int32, a multiple of CHUNK
-    lengths: Overwritten  # [slots] int32, tokens of the sequence so far
+    anchors: Overwritten
+    k_tail: Overwritten
+    v_tail: Overwritten
+    g_tail: Overwritten
+    beta_tail: Overwritten
+    anchored: Overwritten
+    lengths: Overwritten
 
 
 def slot_parts(
     H: int, HV: int, K: int, V: int, dtype: torch.dtype, wide: torch.dtype
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Returns (shape, dtype) of one slot in each tensor of `Slots`.
+    """Returns (shape, dtype) of one slot of a pool, for each of the seven tensors of `Slots`.
 
     Args:
+        H, HV: number of key heads and of value heads.
+        K, V: sizes of a key and of a value.
         dtype: the dtype of q, k, v and o.
-        wide: the dtype of states and gates.
+        wide: the dtype of states, g and beta.
     """
     gates, count = ((TAIL_PLACES, HV), wide), ((), torch.int32)
     k, v = ((TAIL_PLACES, H, K), dtype), ((TAIL_PLACES, HV, V), dtype)
@@ -54,43 +66,73 @@ def slot_parts(
 
 
 class Extension(NamedTuple):
-    """The sequences of a pool to which a call appends tokens."""
+    """The sequences of a `GdnPool` to which a call appends tokens.
 
-    state_indices: Tensor  # [N] slots; null_slot and numbers outside the pool mark padding
-    has_initial_state: Tensor | None  # [N] of a prefill: sequences that go on; None if none does
-    drafts: bool  # a decode: all sequences go on, and no new token may enter an anchor
+    Attributes:
+        state_indices: [N], the slot of each sequence. `null_slot` and numbers outside the pool
+            mark sequences of padding, whose tokens are ignored.
+        has_initial_state: [N] bool, True for sequences that continue from their slot, False for
+            new ones. None: all are new. Not read if `drafts` is True.
+        drafts: True for a decode. All sequences then continue, and the new tokens stay in the
+            tails of the slots, where they can be rejected.
+        null_slot: the slot that marks padding.
+    """
+
+    state_indices: Tensor
+    has_initial_state: Tensor | None
+    drafts: bool
     null_slot: int
 
 
 class Tokens(NamedTuple):
-    """Packed tokens, with activated gates and betas, and with q and k normalised if needed."""
+    """The tensors of T packed tokens, as the gated delta rule uses them.
 
-    q: Tensor  # [T, H, K]
-    k: Tensor  # [T, H, K]
-    v: Tensor  # [T, HV, V]
-    g: Tensor  # [T, HV]
-    beta: Tensor  # [T, HV]
+    Attributes:
+        q, k: [T, H, K], already divided by their L2 norm if the layer does that.
+        v: [T, HV, V].
+        g: [T, HV], natural log of each token's decay.
+        beta: [T, HV], after its sigmoid, if it has one.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
 
 
 class TokenPlaces(NamedTuple):
-    """Maps each place of a packed tensor to a sequence and to a token of this sequence."""
+    """Says which token of which sequence each row of a packed tensor holds.
 
-    bounds: Tensor  # [N + 1] where the sequences of the pack begin and end
-    owner: Tensor  # [size] the sequence; any past the end
-    token: Tensor  # [size] counted from the sequence's anchor
-    used: Tensor  # [size] false past the end
+    A packed tensor has the tokens of N sequences of a pool, one sequence after another, and then
+    unused rows, because its size must not depend on lengths that only the device knows.
+
+    Attributes:
+        bounds: [N + 1]; sequence n has the rows bounds[n] to bounds[n + 1].
+        owner: [rows], the number of the row's sequence; any number in unused rows.
+        token: [rows], the number of the row's token, counted from the sequence's anchor (the state
+            after its last whole chunk of 64 tokens).
+        used: [rows] bool, False in unused rows.
+    """
+
+    bounds: Tensor
+    owner: Tensor
+    token: Tensor
+    used: Tensor
 
 
 class AnchorRows(NamedTuple):
-    """The anchors of a pool on a CPU, and the slots where each sequence starts and ends.
+    """The states of a pool on a CPU, and for each sequence which state it reads and writes.
 
-    A negative start means that the sequence starts from a state of 0. A negative end means that its
-    final state is not written.
+    Attributes:
+        anchors: [slots, HV, K, V], the states.
+        starts: [N] int32, the slot from whose state each sequence starts; negative: from 0.
+        ends: [N] int32, the slot to which its final state is written; negative: nowhere.
     """
 
-    anchors: Tensor  # as Slots has it
-    starts: Tensor  # [N] int32
-    ends: Tensor  # [N] int32
+    anchors: Tensor
+    starts: Tensor
+    ends: Tensor
 
     def start_states(self) -> Tensor:
         """Returns the state from which each sequence starts, [N, HV, K, V]."""
@@ -104,15 +146,16 @@ class AnchorRows(NamedTuple):
 
 
 def extend(call: Call, pool: Slots, extension: Extension, rows: Any = AnchorRows) -> Tensor:
-    """Appends the tokens of a call to sequences of a pool; returns o [B, T, HV, V].
+    """Appends the tokens of a call to sequences of a `GdnPool`; returns o [B, T, HV, V].
 
     o is 0 for sequences of padding and for tokens past the last sequence.
 
     Args:
-        call: the tensors of the call. Gates and betas are activated.
+        call: the tokens. g is the log of the decay, and beta is used as it is.
         pool: the tensors of the pool, which are updated in place.
         extension: the slots of the sequences.
-        rows: a class with the interface of AnchorRows.
+        rows: the class that reads and writes states of the pool: AnchorRows, or one with the same
+            constructor for tensors on a GPU.
     """
     if not call.num_sequences:
         return call.v.new_zeros(call.v.shape)
@@ -209,7 +252,13 @@ def _places(begin: Tensor, end: Tensor, room: int) -> TokenPlaces:
 
 
 def live_slots(state_indices: Tensor, num_slots: int, null_slot: int) -> Tensor:
-    """Returns bool [N]: True for real sequences, False for sequences of padding."""
+    """Returns bool [N]: True for sequences whose index is a slot of the pool, False for padding.
+
+    Args:
+        state_indices: [N], the slot of each sequence.
+        num_slots: number of slots; numbers outside 0 .. num_slots - 1 mark padding.
+        null_slot: a slot that marks padding too.
+    """
     inside = (state_indices >= 0) & (state_indices < num_slots)
     return inside & (state_indices != null_slot)
 

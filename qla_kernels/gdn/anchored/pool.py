@@ -26,19 +26,20 @@ DECODES, REJECTS = Programs(f"{POOL_OP}.decode"), Programs(f"{POOL_OP}.reject")
 
 
 class GdnPool:
-    """A pool of sequences, one per slot, that grow by prefill and decode with training's bits.
+    """A pool of sequences that grow by prefill and decode, with the same bits as in training.
 
-    Each slot holds an anchor and a tail. The anchor is the state after the last whole chunk of 64
-    tokens; the tail holds the tokens after this chunk. On a GPU, the results have the same bits as
-    `chunk_gated_delta_rule(.., batch_invariant=True)` over the whole sequence. The results of a
-    sequence do not depend on how calls split the sequence, or on other sequences of a call. On a
-    CPU the results are the same up to rounding.
+    A slot holds one sequence, as an anchor and a tail. The anchor is the state after the last whole
+    chunk of 64 tokens; the tail holds the tokens after this chunk. On a GPU, the results have the
+    same bits as `chunk_gated_delta_rule(.., batch_invariant=True)` over the whole sequence. The
+    results of a sequence do not depend on how calls split the sequence, or on other sequences of a
+    call. On a CPU the results are the same up to rounding.
 
     Not differentiable. No method waits for the device; CUDA graphs can capture all methods.
 
     Args:
         num_slots: the largest number of sequences.
-        num_heads, num_value_heads, K, V: H, HV, K and V of `chunk_gated_delta_rule`.
+        num_heads, num_value_heads: number of key heads and of value heads, H and HV.
+        K, V: sizes of a key and of a value.
         dtype: the dtype of q, k, v and o.
         device: the device of all tensors.
     """
@@ -151,7 +152,7 @@ class GdnPool:
                 marks padding: the results of that sequence are 0, and no slot is changed. Two
                 sequences must not share a slot, and indices must fit in int32. A CPU call, and any
                 call under QLA_CHECK=1, raises ValueError otherwise. An unchecked GPU call leaves a
-                shared slot undefined, and `decode` and `reject` read the low word of an index.
+                shared slot undefined, and `decode` and `reject` read the low 32 bits of an index.
             has_initial_state: [N] bool, True for a sequence that continues from its slot, False for
                 a new sequence, which overwrites its slot. None: all sequences are new.
         """

@@ -94,7 +94,7 @@ def fused_recurrent_gated_delta_rule(
             must not share a slot. A negative index marks a sequence of padding: its results are 0,
             and no slot is changed. An index past the pool raises ValueError on a CPU and under
             QLA_CHECK=1; otherwise a GPU treats it as padding. The same checks reject int64 values
-            that do not fit in int32; otherwise a GPU reads their low word.
+            that do not fit in int32; otherwise a GPU reads their low 32 bits.
         null_slot: -1, or 0 if slot 0 of the pool holds no state: index 0 then marks padding too.
         out: with state_indices, a contiguous tensor like v; o is written to `out`, and `out` is
             returned.

@@ -128,8 +128,10 @@ def checked_step(
 ) -> Callable[[Tensor, bool], tuple[Tensor, ...]]:
     """Checks the arguments of `packed_decode_gated_delta_rule`; returns a function that runs it.
 
-    The function takes rows like mixed_qkv, and `Norm.ahead`. The function returns a tuple with the
-    result, or an empty tuple if it wrote the result to `out`.
+    The returned function takes (rows, ahead): a tensor to use in place of mixed_qkv, and True if
+    the launch may load states while the launch before it still runs. It returns a tuple with the
+    result, or an empty tuple if it wrote the result to `out`. `op` is the function that errors
+    name.
     """
     options = Options(
         flag(op, "use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
@@ -171,9 +173,10 @@ def checked_step(
 def split(
     op: str, mixed_qkv: Tensor, states: Tensor, state_v_first: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Splits a packed projection into views q and k [N, 1, H, K] and v [N, 1, HV, V].
+    """Splits mixed_qkv [N, 2 H K + HV V] into views q and k [N, 1, H, K] and v [N, 1, HV, V].
 
-    HV, K and V are those of `states`; with state_v_first each state is [V, K].
+    HV, K and V are sizes of `states`, [slots, HV, K, V], or [slots, HV, V, K] if state_v_first.
+    Raises ValueError, in the name of `op`, if the sizes do not fit.
     """
     expect_tensors(op, mixed_qkv=mixed_qkv, initial_state=states)
     if mixed_qkv.dim() != 2 or states.dim() != 4:

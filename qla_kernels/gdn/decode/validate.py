@@ -25,18 +25,20 @@ NULL_SLOTS = (-1, 0)  # slots with which engines mark padding
 
 
 def in_whole_pieces(state: Tensor) -> bool:
-    """Returns whether a kernel can read a state with these strides.
+    """Returns whether a kernel can read states with the strides of `state`.
 
-    The last stride must be 1, and the others multiples of STATE_PIECE. The address is not checked.
+    A thread reads 4 numbers at once, so the last stride must be 1, and the others multiples of 4.
+    The address is not checked.
     """
     steps = [s for n, s in zip(state.shape[:-1], state.stride()[:-1], strict=True) if n > 1]
     return state.stride(-1) == 1 and all(s % STATE_PIECE == 0 for s in steps)
 
 
 def per_head(beta: Tensor, v: Tensor) -> Tensor:
-    """Returns beta as [B, T, HV]: beta itself, or the first column of a beta [B, T, HV, V].
+    """Returns beta as [B, T, HV], for checks that expect this shape.
 
-    Raises ValueError if a beta of 4 dimensions does not have v's shape.
+    This is beta itself, or column 0 of a beta [B, T, HV, V], which has a number for each column of
+    v. Raises ValueError if a beta of 4 dimensions does not have v's shape.
     """
     if not isinstance(beta, Tensor) or beta.dim() != 4:
         return beta
@@ -53,10 +55,15 @@ def expect_pool(
     name: str = "initial_state",
     leading: Sequence[str] = ("slots",),
 ) -> Tensor:
-    """Returns the pool after a check of its shape.
+    """Returns `pool`, a tensor of states, after a check of its shape.
 
     Raises ValueError unless the shape is [*leading, HV, K, V], or [*leading, HV, V, K] if
     state_v_first.
+
+    Args:
+        op, name: the function and the argument that the error names.
+        q, v: tensors with the sizes HV, K and V.
+        leading: names of the dimensions before HV, which may have any size.
     """
     if pool is None:
         fix = "pass the pool of states"
@@ -71,7 +78,10 @@ def expect_pool(
 
 
 def expect_indices(op: str, name: str, x: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
-    """Raises ValueError unless x is int32 or int64, of this shape, on the device of `like`."""
+    """Raises ValueError unless x is int32 or int64, has this shape, and is on the device of `like`.
+
+    `op` and `name` are the function and the argument that the error names.
+    """
     letters = "[N]" if len(shape) == 1 else "[N, S]"
     expect_tensor(op, name, x, shape, letters, like.device)
     if x.dtype not in (torch.int32, torch.int64):
@@ -99,9 +109,16 @@ def expect_out(op: str, out: Tensor, v: Tensor) -> None:
 def checked_norm(
     op: str, v: Tensor, z: Tensor | None, weight: Tensor | None, eps: object, activation: object
 ) -> Norm | None:
-    """Returns the norm of a decoding step, or None if the step has no norm.
+    """Returns the RMSNorm and output gate that follow a decoding step, or None if none follow.
 
     Raises ValueError if the arguments do not fit together, or do not fit v [N, 1, HV, V].
+
+    Args:
+        op: the function that the error names.
+        z: [N, HV, V], the gate; None, with weight None, if there is no norm.
+        weight: [V], the weight of the RMSNorm.
+        eps: added to the mean square.
+        activation: "silu", "swish" or "sigmoid", of the gate.
     """
     if activation not in ACTIVATIONS:
         got, fix = f"z_activation={activation!r}", "apply any other one to the result"
@@ -127,9 +144,16 @@ def checked_norm(
 def refused_norm(
     op: str, v: Tensor, K: int, norm: Norm | None, capability: tuple[int, int] | None = None
 ) -> str | None:
-    """Returns why a GPU cannot run a step with this norm, or None.
+    """Returns why a GPU cannot run a decoding step with this RMSNorm and output gate, or None.
 
     The call must have passed `recurrent_refusal`.
+
+    Args:
+        op: the name of the function, which begins the returned text.
+        v: the values of the step, [N, 1, HV, V].
+        K: the size of a key.
+        norm: the norm, from `checked_norm`.
+        capability: answer as if v were on a GPU of this compute capability: (9, 0).
     """
     if norm is None or not (v.is_cuda or capability is not None):
         return None
@@ -156,9 +180,9 @@ def recurrent_refusal(
     """Returns the reason why `fused_recurrent_gated_delta_rule` cannot run a call, or None.
 
     Args:
-        q, k, v, gk, gv: as in `fused_recurrent_gated_delta_rule`, well formed.
+        q, k, v, gk, gv: as in `fused_recurrent_gated_delta_rule`, with shapes that fit together.
         pool: initial_state if the call has state_indices, else None.
-        capability: answer for a GPU of this compute capability, whatever the tensors' device.
+        capability: answer as if the tensors were on a GPU of this compute capability: (9, 0).
         op: the name of the function, which begins the returned text.
     """
     for name, x in (("gk", gk), ("gv", gv)):
@@ -174,7 +198,15 @@ def recurrent_refusal(
 
 
 def refused_states(op: str, what: str, pool: Tensor, q: Tensor, on_gpu: bool) -> str | None:
-    """Returns the reason why states cannot be overwritten in place, or None."""
+    """Returns the reason why a call cannot overwrite states in place, or None if it can.
+
+    Args:
+        op: the name of the function, which begins the returned text.
+        what: what the text calls the states: "the pool of states".
+        pool: the states; on a GPU their dtype and strides must suit the kernel.
+        q: the queries of the call, whose dtype decides whether states may be bf16.
+        on_gpu: True if the call runs on a GPU.
+    """
     if any(n > 1 and s == 0 for n, s in zip(pool.shape, pool.stride(), strict=True)):
         got, needs = "share memory", "a place for each: they are overwritten"
         return need(op, f"states of {_plain(what)} {got}", needs, "pass it .contiguous()")

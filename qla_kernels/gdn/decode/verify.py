@@ -81,7 +81,7 @@ def verify_gated_delta_rule(
     A sequence may have at most S tokens. On a CPU, and under QLA_CHECK=1, numbers that are out of
     range or do not fit in int32 raise a ValueError. Otherwise, on a GPU, indices out of range count
     as padding, num_accepted_tokens is clamped, a parent that is not before its token counts as the
-    token before, states past S are not saved, and the low word of int64 numbers is read.
+    token before, states past S are not saved, and only the low 32 bits of int64 numbers are read.
 
     With a pool in bf16, a token whose parent is not the token before starts from the rounded state;
     all others start from the state in fp32.

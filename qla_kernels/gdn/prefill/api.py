@@ -76,7 +76,7 @@ def prefill_gated_delta_rule(
             null_slot, o is written, but the final state is not. An index past the pool raises
             ValueError on a CPU and under QLA_CHECK=1; otherwise a GPU does not write that state.
             The same checks reject int64 values that do not fit in int32; otherwise a GPU reads
-            their low word.
+            their low 32 bits.
         start_indices: [N]: sequence n starts from the state in slot start_indices[n]; None means
             state_indices. A sequence whose start index is at most null_slot starts from a state of
             0. Several sequences may start from the same slot, but no sequence may start from a slot
@@ -208,9 +208,9 @@ def prefill_refusal(
     """Returns the reason why `prefill_gated_delta_rule` cannot run a call, or None.
 
     Args:
-        q, k, v, checkpoints: as in `prefill_gated_delta_rule`, well formed.
+        q, k, v, checkpoints: as in `prefill_gated_delta_rule`, with shapes that fit together.
         pool: the initial_state of the call.
-        capability: answer for a GPU of this compute capability, whatever the tensors' device.
+        capability: answer as if the tensors were on a GPU of this compute capability: (9, 0).
     """
     if reason := refusal(q, k, v, capability=capability, op=PREFILL_OP):
         return reason

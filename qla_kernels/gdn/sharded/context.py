@@ -47,23 +47,35 @@ LINKS = "ranks could not exchange links"
 class CPContext:
     """The part of a packed batch that this rank holds; `build_cp_context` makes it.
 
-    The fields have the names of FLA's FLACPContext. The contiguous layout uses pre_num_ranks and
-    post_num_ranks; the zigzag layout uses the fields after `layout`.
+    The fields have the names of FLA's FLACPContext. In the contiguous layout a rank holds
+    consecutive tokens. In the zigzag layout a rank holds two stretches of consecutive tokens, which
+    FLA calls parts. A sequence may begin on an earlier rank, and continue on a later one.
 
-    In the zigzag layout a rank holds two stretches of tokens, which FLA calls parts.
-    pre_num_ranks_by_part has a number for each stretch: how many stretches before this one hold a
-    part of its first sequence. post_num_ranks_by_part counts the stretches after this one that hold
-    a part of its last sequence.
+    Attributes:
+        group: the ranks; None becomes the group of all ranks of the job.
+        cu_seqlens: [n + 1], the bounds of the n sequences with tokens on this rank, counted from
+            the first token of this rank.
+        cu_seqlens_cpu: the same numbers on the CPU.
+        pre_num_ranks: how many ranks before this one hold tokens of its first sequence.
+        post_num_ranks: how many ranks after this one hold tokens of its last sequence.
+        layout: "contiguous" or "zigzag". Zigzag uses the following fields in place of the two
+            before.
+        part_len: number of tokens of a stretch.
+        front_num_seqs: number of sequences with tokens in the first stretch.
+        pre_num_ranks_by_part: for each stretch of this rank, how many stretches before it, of all
+            ranks, hold tokens of its first sequence.
+        post_num_ranks_by_part: for each stretch of this rank, how many stretches after it hold
+            tokens of its last sequence.
     """
 
-    group: dist.ProcessGroup | None  # None becomes the group of all ranks of the job
-    cu_seqlens: Tensor  # [n + 1] bounds of the n sequences with tokens here; 0 is the first token
+    group: dist.ProcessGroup | None
+    cu_seqlens: Tensor
     cu_seqlens_cpu: Tensor
-    pre_num_ranks: int | None = None  # ranks before this one with a part of its first sequence
-    post_num_ranks: int | None = None  # ranks after this one with a part of its last sequence
+    pre_num_ranks: int | None = None
+    post_num_ranks: int | None = None
     layout: str = CONTIGUOUS
-    part_len: int | None = None  # tokens of a stretch
-    front_num_seqs: int | None = None  # number of sequences in the first stretch
+    part_len: int | None = None
+    front_num_seqs: int | None = None
     pre_num_ranks_by_part: tuple[int, int] | None = None
     post_num_ranks_by_part: tuple[int, int] | None = None
 
@@ -102,21 +114,21 @@ def build_cp_context(
 ) -> CPContext:
     """Returns the `cp_context` argument of `chunk_gated_delta_rule` for this rank.
 
-    The context holds the bounds of the sequences on this rank. The context also holds the number of
-    ranks with the rest of the first sequence, and the number of ranks with the rest of the last
-    sequence. With T tokens on W ranks, rank r has
+    The T tokens of a packed batch are split over W ranks, wherever sequences begin, as in FLA. Rank
+    r has
 
         contiguous   tokens r T / W to (r + 1) T / W
-        zigzag       stretch r, then stretch 2 W - 1 - r, of 2 W stretches of T / 2 W tokens
+        zigzag       stretch r, then stretch 2 W - 1 - r, of 2 W stretches of T / (2 W) tokens
 
-    The whole batch is split, wherever the sequences begin, as in FLA.
+    The context says which sequences this rank holds, and how many ranks hold the rest of its first
+    and of its last sequence.
 
     Args:
         cu_seqlens: [N + 1] bounds of the whole batch. The context's cu_seqlens will be on the same
             device.
         group: the ranks that share the batch; None for all ranks of the job.
-        cu_seqlens_cpu: the same values on the CPU. Without cu_seqlens_cpu, the host waits for a
-            cu_seqlens on a GPU.
+        cu_seqlens_cpu: the same values on the CPU. Without them, and with cu_seqlens on a GPU, the
+            host waits for the GPU.
         layout: "contiguous" or "zigzag".
 
     Raises:
@@ -168,15 +180,28 @@ _UNITS = {CONTIGUOUS: ("rank", "ranks"), ZIGZAG: ("stretch", "stretches")}  # in
 
 
 class LinePlace(NamedTuple):
-    """The fields of a `CPContext` that a call uses, and the place of this rank in the group."""
+    """What a call needs of a `CPContext`: the place of this rank among the ranks of a batch.
+
+    A rank holds one stretch of consecutive tokens in the layout "contiguous", and two in "zigzag".
+
+    Attributes:
+        group: the ranks that share the batch.
+        rank: number of this rank in the group.
+        world: number of ranks.
+        layout: "contiguous" or "zigzag".
+        front: zigzag: number of sequences with tokens in the first stretch; else 0.
+        size: zigzag: number of tokens of a stretch; else None.
+        stretches: for each stretch of this rank, its sequences, and how many other stretches hold
+            the rest of its first and of its last sequence.
+    """
 
     group: dist.ProcessGroup
     rank: int
     world: int
     layout: str
-    front: int  # number of sequences in the first of two stretches
-    size: int | None  # tokens of each of two stretches
-    stretches: list[Stretch]  # of this rank
+    front: int
+    size: int | None
+    stretches: list[Stretch]
 
 
 def layout_refused(cp_context: Any) -> Reason | None:
@@ -189,10 +214,10 @@ def _unknown(got: str) -> Reason:
 
 
 def group_of(op: str, cp_context: Any) -> dist.ProcessGroup:
-    """Returns the process group of a context, or the group of all ranks if the context has none.
+    """Returns the process group of a `CPContext`, or the group of all ranks if it has none.
 
-    This function reads no other field of the context, so that an error in another field can be sent
-    to the group. Raises ValueError if there is no process group.
+    Reads no other field of cp_context, so that a rank can tell the group about an error in one.
+    Raises ValueError, in the name of `op`, if torch.distributed has no process group.
     """
     group = getattr(cp_context, "group", None)
     if group is None:
@@ -205,10 +230,10 @@ def group_of(op: str, cp_context: Any) -> dist.ProcessGroup:
 
 
 def place_of(op: str, cp_context: Any) -> LinePlace:
-    """Returns the `LinePlace` of a context, which `agree` compares between ranks.
+    """Returns what a call needs of a `CPContext`, or of FLA's FLACPContext, as a `LinePlace`.
 
-    Raises ValueError if a field is absent, or if a number of ranks does not fit the group and this
-    rank.
+    Raises ValueError, in the name of `op`, if a field is absent, or if a number of ranks cannot be
+    right for this rank of the group.
     """
     layout = getattr(cp_context, "layout", CONTIGUOUS)
     names = ("cu_seqlens", *_FIELDS[layout])
@@ -265,25 +290,30 @@ def agree(
     """Compares a call between ranks; raises on every rank if one has a problem or if calls differ.
 
     Calls differ if `facts` differ between ranks, or if the ranks' contexts disagree about sequences
-    that continue from one stretch to the next: the fields (before, after, through) of a stretch.
-    `problem` is the error of this rank's own call, or None. This rank raises `problem`; the other
-    ranks raise a ValueError with the text of `problem`.
-
-    CPU calls are always compared. A GPU call is compared only if its facts are new to the group,
-    because ranks wait for each other and for the GPU when they compare. If ranks make the same
-    calls, either all ranks compare or no rank does:
+    that continue from one rank to the next. CPU calls are always compared. A GPU call is compared
+    only if its facts are new to the group, because ranks wait for each other and for the GPU when
+    they compare. If ranks make the same calls, either all ranks compare or no rank does:
 
     * Only `facts` decide whether a call is compared. The facts are equal on all ranks if the call
-      is right. The tuples (before, after, through) and the number of tokens do not decide, because
-      they differ by batch.
+      is right. The ends of sequences and the number of tokens do not decide, because they differ by
+      batch.
     * The set of known facts is the same on all ranks. The set grows only after an exchange in which
       all ranks took part, and all ranks decide from the same data whether to add the facts and
       whether to raise.
 
     If one rank has a problem, or facts that are new to this rank alone, while the other ranks make
     a known call, then the other ranks do not take part here, and the group's timeout ends the job.
-    Later mixtures of known facts and the tuples of later batches are not compared here; the links
-    carry a checksum of both, see `signed`. The number of tokens of later batches is not compared.
+    If ranks make different calls that are both known, the tensors that they exchange show it:
+    these carry a checksum of the facts and of the ends of sequences (`signed`). The number of
+    tokens is compared only when facts are new.
+
+    Args:
+        op: the function that the error names.
+        shard: the place of this rank, which has the ends of its sequences.
+        facts: properties of the call by name, such as shapes and dtypes.
+        problem: the error of this rank's own call, or None. This rank raises `problem`; the other
+            ranks raise a ValueError with its text.
+        on_gpu: True if the call's tensors are on a GPU.
     """
     report = (
         {name: str(fact) for name, fact in facts.items()},
@@ -333,6 +363,6 @@ def _expect_one_line(op: str, layout: str, everyone: list[list[Ends]]) -> None:
 def group_named(name: str) -> dist.ProcessGroup:
     """Returns the process group with this name.
 
-    Operators take the name of a group, as the collectives of torch do.
+    Custom operators of torch.library cannot take a group, so ours take its name.
     """
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore
