@@ -42,15 +42,16 @@ def shared_prefix_gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """Computes `chunk_gated_delta_rule` over packed sequences that store shared prefixes once.
 
-    Each node of the tree starts from the final state of its parent: a response starts from the
-    final state of its prompt. Roots start from a state of 0. Results and gradients equal those of
+    A response starts from the final state of its prompt, and a prompt starts from a state of 0. In
+    general the layout is a forest of nodes; a node is a run of tokens, such as a prompt or a
+    response, and starts from the final state of its parent. Results and gradients equal those of
     running each sequence alone; the gradient of a shared token is the sum over the sequences that
     contain it. Two runs give the same bits. Dtypes, strides, derivatives and the arguments that are
     not listed here are as in `chunk_gated_delta_rule`. Initial states, and sequences that are split
     over ranks, are not supported.
 
     The final states of nodes with children are saved for the backward: 4 K V bytes per such node
-    and value head. Final states of responses are written only with output_final_state.
+    and value head. Final states of other nodes are written only with output_final_state.
 
     On a GPU the first call with a layout builds the kernels' tables on the host. Call
     `prepare_gated_delta_rule` to build the tables earlier; torch.compile and CUDA graph captures
@@ -65,8 +66,8 @@ def shared_prefix_gated_delta_rule(
 
     Returns:
         o [1, T, HV, V] in q's dtype, and the final states in fp32 (fp64 where q is fp64), or None.
-        Final states are [N, HV, K, V], one per node of `layout.nodes` without children, in packed
-        order. A response without tokens has no node; padding (`pad_to`) has one.
+        Final states are [N, HV, K, V], one per node without children, in packed order. A response
+        without tokens has no node; the padding of a layout with `pad_to` has one.
 
     Raises:
         ValueError: the arguments do not fit together.
@@ -98,7 +99,10 @@ def shared_prefix_gated_delta_rule(
 
 
 def prepare_gated_delta_rule(layout: SharedLayout, output_final_state: bool = False) -> None:
-    """Builds the tables of `shared_prefix_gated_delta_rule` before the first call with this layout.
+    """Builds the kernels' tables of `shared_prefix_gated_delta_rule` before the first call.
+
+    Otherwise the first call with this layout builds them; compiled code and CUDA graph captures
+    cannot.
 
     Args:
         layout: the layout of the calls.

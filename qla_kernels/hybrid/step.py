@@ -38,7 +38,7 @@ def decode_gated_delta_net(
     z_activation: str = "silu",
     out: Tensor | None = None,
 ) -> Tensor:
-    """Decodes one token of each of N sequences in a layer, from input to output projection.
+    """Decodes one token of each of N sequences in a gated-delta-net layer, between its projections.
 
     Runs `causal_conv1d_update` on mixed_qkv, then `packed_decode_gated_delta_rule` on the result,
     in two launches. The results have the same bits as these two functions. With z the second launch

@@ -19,9 +19,10 @@ KNOWN = {"vllm": ("0.33.0",), "sglang": ("0.5.23",)}
 
 
 def unknown_version(engine: str) -> str | None:
-    """Returns the reason why the plug-in does not fit the installed engine, or None if it fits.
+    """Returns the reason why our plug-in does not fit the installed engine, or None if it fits.
 
-    `engine` is "vllm" or "sglang".
+    A plug-in works only with the versions of the engine that it was tested with. `engine` is "vllm"
+    or "sglang".
     """
     try:
         got = f"{engine} {metadata.version(engine).partition('+')[0]}"
@@ -34,10 +35,14 @@ def unknown_version(engine: str) -> str | None:
 
 
 def say_ran(engine: str, what: str, device: torch.device) -> None:
-    """Logs that a call of an engine ran on our kernels, once per process for each kind of call.
+    """Logs that a call of an inference engine ran on our kernels, once for each kind of call.
 
-    `engine` is the name of the engine, and `what` names the kind of call. Calls that are replayed
-    from a CUDA graph run no Python, so they log nothing.
+    Calls that are replayed from a CUDA graph run no Python, so they log nothing.
+
+    Args:
+        engine: the name of the engine, such as "vLLM".
+        what: the kind of call, such as "prefill".
+        device: the device of the call's tensors.
     """
     if not torch.compiler.is_compiling():
         _say_first(engine, what, str(device))
@@ -49,14 +54,14 @@ def _say_first(engine: str, what: str, where: str) -> None:
 
 
 def plug_in_of_vllm() -> str:
-    """Returns a sentence: whether the plug-in fits the installed vLLM, and whether it is on."""
+    """Returns a text for reports: does our plug-in fit the installed vLLM, and is it switched on?"""
     named = os.environ.get("VLLM_PLUGINS")
     on = "on" if "qla_kernels" in (named or "").split(",") else "off"
     return _fits("vllm", f"VLLM_PLUGINS is {'not set' if named is None else repr(named)}: {on}")
 
 
 def plug_in_of_sglang() -> str:
-    """Returns a sentence: whether the plug-in fits the installed SGLang, and how to enable it."""
+    """Returns a text for reports: does our plug-in fit the installed SGLang, and what enables it?"""
     return _fits(
         "sglang", "on by --linear-attn-prefill-backend qla and --linear-attn-decode-backend qla"
     )

@@ -33,23 +33,33 @@ POOL = "pool_of_qla_kernels"  # the attribute of a layer's part of a cache
 
 
 class CachedRows(NamedTuple):
-    """A pool, with the tensor of a cache that maps the rows of a batch to slots of the pool."""
+    """The states of a layer for a batch of B rows in `generate`: a pool with one slot per row.
+
+    Attributes:
+        pool: the pool.
+        slots: [B], the slot of each row: 0 .. B - 1.
+        state: [B, 2], the same numbers twice, which transformers stores as the layer's recurrent
+            state. After Cache.reorder_cache it stores another tensor, which says how to reorder
+            the slots.
+    """
 
     pool: GdnPool
-    slots: Tensor  # [B], 0 .. B - 1
-    state: Tensor  # [B, 2], twice the same numbers; another tensor after reorder_cache
+    slots: Tensor
+    state: Tensor
 
 
 class LayerCall:
-    """The gated delta rule of a layer, with the cache and the mask of the layer's current call.
+    """Runs the gated delta rule of one layer so that `generate` has the same bits as training.
 
-    Two hooks of the layer set and remove cache and mask; the second hook also runs after an error.
-    The second hook raises an error if the layer did not call this object, because the functions of
-    the layer's Python module may have been restored.
+    A layer calls this object in place of its own function. The object needs the cache and the mask
+    of the layer's current call, which the layer does not pass to the function. `watch` therefore
+    installs two hooks: one before the layer's forward, which takes cache and mask from its
+    keywords, and one after it, which drops both. The second hook raises Unsupported if the layer
+    did not call this object, because something else may have replaced the function.
 
     Args:
-        handed_on: True if the layer passes its keywords on to the functions of its Python module.
-            One of the keywords is then this object.
+        handed_on: True if the layer passes its own keywords on to the function. The first hook then
+            adds this object to them.
     """
 
     def __init__(self, handed_on: bool) -> None:
@@ -61,7 +71,7 @@ class LayerCall:
         self.hooks: tuple[Any, ...] = ()
 
     def watch(self, layer: nn.Module) -> None:
-        """Installs the two hooks on a layer."""
+        """Installs the hooks that take cache and mask from each call of `layer`."""
         begin = layer.register_forward_pre_hook(self._begin, with_kwargs=True)
         self.hooks = begin, layer.register_forward_hook(self._end, always_call=True)
 
@@ -189,14 +199,17 @@ class LayerCall:
 
 
 def packed(tokens: Tokens, mask: Tensor) -> tuple[Tokens, Tensor, Tensor]:
-    """Packs the tokens [B, T, ..] of a padded batch: the tokens of each row without the padding.
+    """Packs the tokens of a padded batch: the sequences one after another, then all padding.
 
-    The tokens of a row are those from the first to the last token that the mask marks. The padding
-    follows after all sequences.
+    The sequence of a row is its tokens from the first to the last one that the mask marks.
+
+    Args:
+        tokens: tensors [B, T, ..]: q, k, v, g and beta.
+        mask: [B, T], 0 for padding.
 
     Returns:
-        The packed tokens [1, B T, ..], the bounds of the sequences [B + 1], and for each packed
-        token its place [B T] in the padded batch.
+        The packed tokens [1, B T, ..]; the bounds of the sequences [B + 1]; and the index of each
+        packed token in the padded batch, [B T], counting its rows one after another.
     """
     there = (mask != 0).int()
     inside = (there.cumsum(1) > 0) & (there.flip(1).cumsum(1) > 0).flip(1)

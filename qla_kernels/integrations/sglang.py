@@ -45,10 +45,11 @@ RAW: dict[str, Any] = {
 
 
 def register() -> None:
-    """Adds the choice `qla` to SGLang's backends of linear attention.
+    """Adds the choice "qla" to SGLang's options for backends of linear attention.
 
-    Logs a warning and adds nothing if SGLang is not installed, or has a version that was not
-    tested.
+    SGLang calls this function when it loads plug-ins. A server then runs our kernels with
+    --linear-attn-prefill-backend qla and --linear-attn-decode-backend qla. Logs a warning and adds
+    nothing if SGLang is not installed, or has a version that was not tested.
     """
     if reason := unknown_version("sglang"):
         log.warning("%s; --linear-attn-backend %s is not available", reason, CHOICE)
@@ -71,16 +72,17 @@ def take_over(
     prefill_backend: Any,
     verify_backend: Any = None,
 ) -> None:
-    """Constructs SGLang's dispatcher, with our kernel where the flags choose "qla".
+    """Constructs SGLang's GDNKernelDispatcher with our kernels where the server's flags say "qla".
 
-    Our kernel verifies drafts if the flag of verification says so, or if this flag is not set and
-    our kernel decodes. The names of the backends are read from the flags, because the arguments
-    only tell that a backend is not one of SGLang's own.
+    SGLang calls this function in place of the dispatcher's constructor. The dispatcher has kernels
+    for decoding, prefill and verification of drafts. Ours verifies if --linear-attn-verify-backend
+    is "qla", or if this flag is not set and ours decodes. The backends are read from the flags,
+    because the arguments only tell that a backend is not one of SGLang's own.
 
     Args:
         construct: the original constructor.
         dispatcher: the object to construct.
-        decode_backend, prefill_backend, verify_backend: the backends that SGLang chose.
+        decode_backend, prefill_backend, verify_backend: the backends that SGLang passes.
     """
     from sglang.srt.runtime_context import get_exec
 

@@ -49,9 +49,10 @@ _names: set[str] = set()  # under which our attention is registered
 
 
 def register(name: str = "shared_prefix") -> None:
-    """Registers our attention with transformers, so that set_attn_implementation(name) works.
+    """Registers `shared_prefix_attention` with transformers under `name`.
 
-    A second call with the same name changes nothing.
+    `model.set_attn_implementation(name)` then works. A second call with the same name changes
+    nothing.
 
     Raises:
         Unsupported: transformers cannot be imported, or is too old.
@@ -69,12 +70,13 @@ def register(name: str = "shared_prefix") -> None:
 
 
 def prepare(model: nn.Module, name: str = "shared_prefix") -> None:
-    """Prepares a model for packed batches.
+    """Prepares a model for batches that store shared prompts once, as in a `SharedBatch`.
 
-    Swaps the linear layers, checks the model with `check`, and selects our attention.
+    Makes gated-delta-net layers call our functions (`integrations.transformers.swap`), checks the
+    model with `check`, and selects our attention.
 
-    Later packed calls with an attention_mask, or with another attention selected, raise a
-    ValueError. Other calls do not change.
+    Later calls with such a batch raise ValueError if they have an attention_mask, or if another
+    attention is selected. Other calls do not change.
 
     Args:
         model: a model of transformers, before DataParallel, DDP or FSDP wraps it.
@@ -82,8 +84,8 @@ def prepare(model: nn.Module, name: str = "shared_prefix") -> None:
 
     Raises:
         TypeError: `model` is not such a model.
-        Unsupported: for the reasons of `register` and `check`. Linear layers may then be swapped
-            already; their results are the same as before.
+        Unsupported: for the reasons of `register` and `check`. Gated-delta-net layers may then call
+            our functions already; their results are the same as before.
     """
     expect_model(OP, model)
     register(name)
@@ -95,9 +97,9 @@ def prepare(model: nn.Module, name: str = "shared_prefix") -> None:
 
 
 def select(model: Any, name: str) -> None:
-    """Selects an attention for the decoder of a model.
+    """Selects the attention that is registered as `name` for the decoder of a model.
 
-    The image tower of the model, if there is one, keeps its attention;
+    The model's image tower, if there is one, keeps its attention;
     `model.set_attn_implementation(name)` would change both.
     """
     text = text_config(model)
@@ -108,10 +110,10 @@ def select(model: Any, name: str) -> None:
 
 
 def check(model: Any) -> None:
-    """Raises Unsupported if a model would give wrong results for packed batches.
+    """Raises Unsupported if a model would give wrong results for batches with shared prompts.
 
-    Allowed are full causal attention, and gated delta nets after `integrations.transformers.swap`.
-    Call `check` before the first step.
+    A model may have layers with full causal attention, and gated-delta-net layers after
+    `integrations.transformers.swap`. Call `check` before the first step.
 
     Args:
         model: a model or its config. A config does not show whether the model can use our
@@ -158,9 +160,19 @@ def attend(
     cache: Any = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Computes a layer's attention over a packed batch; transformers calls it.
+    """Computes the attention of a layer over a batch with shared prompts; transformers calls it.
 
-    query is [1, H, T, D], key and value [1, Hk, T, D]. Returns (o [1, T, H, D], None).
+    Args:
+        module: the attention layer.
+        query: [1, H, T, D].
+        key, value: [1, Hk, T, D].
+        scaling: factor of the scores.
+        shared_prefix: the layout of the batch, which says which tokens see each other.
+
+    Other arguments are options of transformers; those that would change the result are refused.
+
+    Returns:
+        (o [1, T, H, D], None): transformers expects a second result.
 
     Raises:
         ValueError: there is no layout, more than one row, a mask, a cache, or (on the CPU, or under

@@ -53,23 +53,34 @@ OnIndex = Callable[[int | None, Tensor, Tensor, VSIndex], None]
 
 @dataclass(frozen=True)
 class SparseRingConfig:
-    """Settings of our attention for one call of a model; the keyword `sparse_ring` of the call.
+    """Settings of our sparse attention for one call: model(.., sparse_ring=SparseRingConfig(..)).
 
     Without group and layout, the whole sequence is on this rank.
+
+    Attributes:
+        group: the ranks that share the sequence, from `RingGroups.create`.
+        layout: which rank holds which tokens, such as StripedLayout(world).
+        pattern: how the mask is chosen, for all layers, or by the number of the layer.
+        schedule: how k and v reach the other ranks; see `sparse_ring_attention`.
+        dense_layers: numbers of the layers, from 0, that use full causal attention.
+        seqlen: number of tokens of the whole sequence before the padding; None for no padding.
+        keep_gathered: save k and v of all ranks for the backward; see `sparse_ring_attention`.
+        on_index: called after each layer's attention with the layer's number, this rank's q and k,
+            and the `VSIndex` of the layer's mask.
     """
 
     group: RingGroups | None = None
     layout: Layout | None = None
-    pattern: Pattern | Mapping[int, Pattern] = field(default_factory=VerticalSlash)  # or by layer
+    pattern: Pattern | Mapping[int, Pattern] = field(default_factory=VerticalSlash)
     schedule: Schedule = "auto"
-    dense_layers: Sequence[int] = ()  # numbers of dense layers, from 0; others use the pattern
-    seqlen: int | None = None  # tokens of the whole sequence before the padding
-    keep_gathered: bool = False  # for layers that are recomputed: see sparse_ring_attention
-    on_index: OnIndex | None = None  # called with the lines of each layer; see OnIndex
+    dense_layers: Sequence[int] = ()
+    seqlen: int | None = None
+    keep_gathered: bool = False
+    on_index: OnIndex | None = None
 
 
 def register() -> None:
-    """Registers our attention with transformers under the name "sparse_ring".
+    """Registers `sparse_ring_attention` with transformers under the name "sparse_ring".
 
     A second call changes nothing.
     """
@@ -77,7 +88,9 @@ def register() -> None:
 
 
 def prepare(model: Any) -> None:
-    """Prepares a model for calls with `sparse_ring`: checks the model and selects our attention.
+    """Prepares a model for calls with the keyword `sparse_ring`, a `SparseRingConfig`.
+
+    Checks the model with `check`, and selects our sparse attention.
 
     Later calls with `sparse_ring` and an attention_mask, which transformers would drop, or with
     another attention selected, raise a ValueError. Other calls do not change.
@@ -99,8 +112,8 @@ def prepare(model: Any) -> None:
 def check(model: Any) -> None:
     """Raises Unsupported if a model has layers other than full causal attention.
 
-    Call `check` before the first step: other layers would silently treat a shard as a whole
-    sequence.
+    Our sparse attention replaces full causal attention. Other layers would silently treat the
+    tokens of a rank as a whole sequence, so call `check` before the first step.
 
     Args:
         model: a model or its config. A config does not show whether the model can use our
@@ -137,9 +150,19 @@ def attention(
     sparse_ring: SparseRingConfig | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Computes a layer's attention; transformers calls it.
+    """Computes the sparse attention of a layer; transformers calls it.
 
-    query is [B, H, L, D], key and value [B, Hk, L, D]. Returns (o [B, L, H, D], None).
+    Args:
+        module: the attention layer.
+        query: [B, H, L, D], for the L tokens of this rank.
+        key, value: [B, Hk, L, D].
+        scaling: factor of the scores.
+        sparse_ring: the settings that the model's call passed.
+
+    Other arguments are options of transformers; those that would change the result are refused.
+
+    Returns:
+        (o [B, L, H, D], None): transformers expects a second result.
 
     Raises:
         Unsupported: the keyword sparse_ring is missing, or the layer has an option besides causal
@@ -201,7 +224,10 @@ def _check_numbers(settings: SparseRingConfig, config: Any) -> None:
 
 
 def check_layers(layers: Iterable[int], config: Any, option: str = "dense_layers") -> None:
-    """Raises ValueError if `layers` names a layer that the config's model does not have."""
+    """Raises ValueError if a number in `layers` is not that of a layer of the model.
+
+    `config` is the model's config; `option` is the option that the error names.
+    """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     count = getattr(text, "num_hidden_layers", None)
     if count is None:

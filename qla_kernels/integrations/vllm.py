@@ -39,9 +39,10 @@ FLAGS: dict[str, Any] = {
 
 
 def register() -> None:
-    """Replaces vLLM's layer by ours if VLLM_PLUGINS names this plug-in; else does nothing.
+    """Makes vLLM's gated-delta-net layers run on our kernels if VLLM_PLUGINS has "qla_kernels".
 
-    Raises Unsupported if vLLM is not installed, or has a version that was not tested.
+    vLLM calls this function when it loads plug-ins. Raises Unsupported if vLLM is not installed, or
+    has a version that was not tested.
     """
     if NAME not in os.environ.get("VLLM_PLUGINS", "").split(","):
         return
@@ -63,9 +64,9 @@ def register() -> None:
 
 
 def layer_on(engine: Any) -> type:
-    """Returns our subclass of vLLM's gated-delta-net layer.
+    """Returns our subclass of vLLM's gated-delta-net layer, which calls our kernels.
 
-    `engine` is the module qwen_gdn_linear_attn of vLLM.
+    `engine` is vLLM's module qwen_gdn_linear_attn, which defines the layer.
     """
     base: Any = getattr(engine, LAYER)
 
