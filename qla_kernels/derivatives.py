@@ -51,7 +51,7 @@ def refuse_second_derivative(op: str) -> Callable[[Callable[..., Any]], Callable
     """Returns a decorator for the `backward` of an autograd.Function, whose gradients are final.
 
     The decorated `backward` runs without grad mode. Its gradients can be used under
-    create_graph=True, but a backward through them raises Unsupported, in the name of `op`.
+    create_graph=True, but a backward through them raises Unsupported; the error names `op`.
 
     It replaces torch's once_differentiable, which raises only if an incoming gradient requires a
     gradient. The gradient of a sum is a constant, for example; second derivatives would then be 0

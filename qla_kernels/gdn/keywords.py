@@ -30,7 +30,7 @@ def take_layout(op: str, kwargs: dict[str, Any], state_v_first: bool) -> bool:
     """Returns state_v_first, or the value that the caller passed under its deprecated name.
 
     The deprecated name is transpose_state_layout; it is removed from kwargs with a warning. Raises
-    ValueError, in the name of `op`, if kwargs has it and state_v_first is True.
+    ValueError if kwargs has it and state_v_first is True; the error names `op`.
     """
     if "transpose_state_layout" not in kwargs:
         return state_v_first
@@ -76,8 +76,8 @@ def warm_bound(op: str, exact: Any, warm_log_bound: Any) -> float:
     e^bound may be omitted. The bound is -12 by default, -104 with exact=True or under QLA_EXACT=1,
     and otherwise warm_log_bound; -inf omits nothing. None means that an argument was not passed.
 
-    Raises ValueError, in the name of `op`, if exact is True and warm_log_bound is passed, or if
-    warm_log_bound is not below 0.
+    Raises ValueError if exact is True and warm_log_bound is passed, or if warm_log_bound is not
+    below 0; the error names `op`.
     """
     if exact is None:
         exact = EXACT_BY_DEFAULT and warm_log_bound is None
@@ -101,7 +101,7 @@ def keeping(op: str, enable_fwd_cp_cache: Any) -> bool | None:
     """Returns enable_fwd_cp_cache as a bool, or None, for a cache where it is predicted to pay off.
 
     The option saves the segments of a forward for its backward; keeping.py predicts. Raises
-    ValueError, in the name of `op`, for any other value.
+    ValueError for any other value; the error names `op`.
     """
     if enable_fwd_cp_cache is None:
         return None
@@ -111,7 +111,7 @@ def keeping(op: str, enable_fwd_cp_cache: Any) -> bool | None:
 def is_invariant(op: str, batch_invariant: Any) -> bool:
     """Returns batch_invariant as a bool; None means True under QLA_BATCH_INVARIANT=1, else False.
 
-    Raises ValueError, in the name of `op`, for a value that is no flag.
+    Raises ValueError for a value that is no flag; the error names `op`.
     """
     if batch_invariant is None:
         return INVARIANT_BY_DEFAULT
@@ -133,7 +133,7 @@ def scale_of(op: str, scale: Any, q: Tensor) -> float:
 def checked_flags(op: str, options: Options) -> Options:
     """Returns the options with every flag as a bool, for example True for 1.
 
-    Raises ValueError, in the name of `op`, if a value is not True, False, 0, 1 or None. Does not
+    Raises ValueError if a value is not True, False, 0, 1 or None; the error names `op`. Does not
     check enable_fwd_cp_cache and warm_log_bound.
     """
     *flags, keep, bound = options

@@ -54,14 +54,14 @@ def _say_first(engine: str, what: str, where: str) -> None:
 
 
 def plug_in_of_vllm() -> str:
-    """Returns a text for reports: does our plug-in fit the installed vLLM, and is it switched on?"""
+    """Returns a line for a report: does our plug-in fit the installed vLLM, and is it on?"""
     named = os.environ.get("VLLM_PLUGINS")
     on = "on" if "qla_kernels" in (named or "").split(",") else "off"
     return _fits("vllm", f"VLLM_PLUGINS is {'not set' if named is None else repr(named)}: {on}")
 
 
 def plug_in_of_sglang() -> str:
-    """Returns a text for reports: does our plug-in fit the installed SGLang, and what enables it?"""
+    """Returns a line for a report: does our plug-in fit the installed SGLang; what enables it?"""
     return _fits(
         "sglang", "on by --linear-attn-prefill-backend qla and --linear-attn-decode-backend qla"
     )

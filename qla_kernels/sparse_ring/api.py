@@ -56,10 +56,10 @@ def sparse_attention(
 ) -> Result:
     """Computes causal attention under a vertical-slash mask, on one device; differentiable.
 
-    Query head h reads key head h // (H / Hk). Token i sees token j <= i if j is a column of the
-    head, or if the distance between the 64-token blocks of i and j is a diagonal of the head.
-    Columns and diagonals are called lines. The gradients use the same lines as the forward; lines
-    are constants to autograd.
+    Query head h reads key head h // (H / Hk). Each head has lines: columns, which are tokens, and
+    diagonals, which are distances in blocks of 64 tokens. Token i sees token j <= i if j is a
+    column of the head, or if the distance i // 64 - j // 64 is a diagonal of the head. The
+    gradients use the same lines as the forward; lines are constants to autograd.
 
     Args:
         q: [B, T, H, D], T a multiple of 128; pad at the end, with finite numbers.
@@ -120,14 +120,15 @@ def sparse_ring_attention(
 ) -> Result:
     """Computes `sparse_attention` for a sequence distributed over ranks; differentiable.
 
-    Forward and backward are collective: every rank passes its own L rows and gets the results of
-    these rows. The sequence has T = world x L tokens, and the mask is that of the whole sequence.
+    Forward and backward are collective: every rank passes its own L tokens and gets the results of
+    these tokens. The sequence has T = world x L tokens, where world is the number of ranks, and the
+    mask is that of the whole sequence.
     Partial results are fp32 and each result is rounded once, so accuracy does not depend on the
     number of ranks.
 
     Args:
-        q: [B, L, H, D], this rank's rows: `layout.shard` of the whole sequence.
-        k, v: [B, L, Hk, D], the same rows, contiguous.
+        q: [B, L, H, D], for this rank's tokens: `layout.shard` of the whole sequence.
+        k, v: [B, L, Hk, D], for the same tokens, contiguous.
         group: the ranks, from `RingGroups.create`; create the group once and reuse it.
         layout: StripedLayout(world), ZigZagLayout(world) or ContiguousLayout(world).
         pattern, index, seqlen, scale: as in `sparse_attention`; seqlen counts the whole sequence.
@@ -139,8 +140,8 @@ def sparse_ring_attention(
         chunks_per_launch: the number of chunks that one launch reads, with the schedules ring and
             double_ring. A rank's own chunk, and a chunk that arrives from another node, has a
             launch of its own. None: enough chunks to keep the cost of merging partial results low.
-        return_lse: also return the LSE of this rank's rows, fp32 [B, H, L].
-        return_index: also return the index, which is the same on every rank.
+        return_lse: also return the log-sum-exp of the scores of this rank's tokens, fp32 [B, H, L].
+        return_index: also return the `VSIndex` of the lines, which is the same on every rank.
         keep_gathered: with the schedule allgather, save k and v of all ranks for the backward,
             which otherwise gathers k and v again. Useful with activation checkpointing, where only
             one layer at a time stores k and v of all ranks. No effect with other schedules.
@@ -153,8 +154,8 @@ def sparse_ring_attention(
         ValueError: arguments do not fit together, or differ between ranks; on every rank.
         Unsupported: this version cannot run the call; on every rank.
         RingError: a rank died, hangs, or makes different calls; on every other rank. The timeouts
-            of the group limit the time until a lost rank is noticed. For the time until different
-            calls are noticed, see agreement.py.
+            of the group limit the time until a lost rank is noticed. Different calls may be noticed
+            some calls later; see agreement.py.
     """
     check_group(RING_OP, group)
     lines = (pattern, index, seqlen, scale)
@@ -200,12 +201,13 @@ def build_index(
     seqlen: int | None = None,
     scale: float | None = None,
 ) -> VSIndex:
-    """Chooses the lines of a pattern for these q and k, and returns them as a `VSIndex`.
+    """Chooses the mask that a pattern gives for these q and k, and returns it as a `VSIndex`.
 
-    With `group` and `layout` the call is collective: q and k are the shards of this rank, seqlen
-    counts the whole sequence, and every rank gets the same index. Without `group` and `layout`, q
-    and k are the whole sequence. The index is a constant to autograd, and deterministic. Arguments
-    and errors are those of `sparse_attention` and `sparse_ring_attention`.
+    The mask consists of columns and diagonals; see `sparse_attention`. With `group` and `layout`
+    the call is collective: q and k are those of this rank's tokens, seqlen counts the whole
+    sequence, and every rank gets the same index. Without `group` and `layout`, q and k are those of
+    the whole sequence. The index is a constant to autograd, and deterministic. Arguments and errors
+    are those of `sparse_attention` and `sparse_ring_attention`.
     """
     if group is None and layout is None:
         check_tensors(BUILD_OP, q, k, k)

@@ -31,12 +31,19 @@ OP = "balance_report"
 class Balance:
     """Simulated work and times of one attention call on a ring; `balance_report` returns a Balance.
 
-    Work and times are sums over heads, because one launch computes all heads.
+    In each step a rank computes the attention of its queries to the k and v of one rank. Work and
+    times are sums over heads, because one launch computes all heads. str(balance) is one line.
+
+    Attributes:
+        work: [ranks, steps], the number of 64 x 64 tiles of the mask that a rank computes in a
+            step; 64 columns over 64 queries count as one tile.
+        start: [ranks, steps], when the step begins, in the unit of the times of `balance_report`.
+        end: [ranks, steps], when the step ends.
     """
 
-    work: Array  # [world, steps] tiles of each rank in each step of its ring
-    start: Array  # [world, steps] when each step begins, in the unit of t, x and x_outer
-    end: Array  # [world, steps]
+    work: Array
+    start: Array
+    end: Array
 
     @property
     def id_total(self) -> float:
@@ -81,16 +88,16 @@ def balance_report(
 ) -> Balance:
     """Simulates one attention call on a ring: when each rank computes each chunk.
 
-    A rank starts a step when it has finished the step before and the step's chunk has arrived. A
-    chunk is the k and v of one rank. The simulated chunks move from rank to rank, as in the
-    published system. This package moves chunks like this between nodes; within a node it sends a
-    chunk straight to each rank. `t`, `x`, `x_outer` and the resulting times share one unit, such as
-    milliseconds.
+    A chunk is the k and v of one rank. In each step a rank computes attention to one chunk. It
+    starts a step when it has finished the step before and the step's chunk has arrived. The
+    simulated chunks move from rank to rank, as in the published system. This package moves chunks
+    like this between nodes; within a node it sends a chunk straight to each rank. `t`, `x`,
+    `x_outer` and the resulting times share one unit, such as milliseconds.
 
     Args:
-        mask: a `VSIndex`, a list of (columns, diagonals) for each head, or a bool mask of blocks,
-            [T / 64, T / 64].
-        T: tokens, a multiple of 64 with at least one block for every rank.
+        mask: a `VSIndex`; or a pair (columns, diagonals) for each head; or a bool array
+            [T / 64, T / 64], which marks the pairs of 64-token blocks in the mask.
+        T: tokens of the sequence, a multiple of 64 with at least one block for every rank.
         layout: the assignment of tokens to ranks.
         inner_size: for a double ring, the number of ranks per node, a divisor of the number of
             ranks; None for a ring.
@@ -102,8 +109,8 @@ def balance_report(
             counts a column in the step whose chunk contains the column.
 
     Returns:
-        A `Balance`: work, start and end of each rank's steps, three imbalances and the makespan.
-        str() of a Balance is one line.
+        A `Balance`: the work, start and end of each rank's steps; three properties that measure how
+        unevenly the work is spread; and the makespan, which measures the time lost by waiting.
 
     Raises:
         ValueError: an argument has a wrong type or is out of range, or mask, T, layout and
@@ -193,10 +200,15 @@ def _readable_mask(mask: Any, T: int) -> Any:
 
 
 def owners(world: int, inner: int) -> npt.NDArray[np.int64]:
-    """Returns which rank's chunk each rank has in each step of a double ring.
+    """Returns which chunk each rank has in each step of a double ring, as an array [world, world].
 
-    The result is [world, world]: entry [rank, step] is the owner of the chunk. `inner` is the
-    number of ranks per node.
+    Entry [rank, step] is the rank that owns the chunk; a chunk is the k and v of one rank. In a
+    double ring the chunks of a node move between its ranks for `inner` steps, and then on to the
+    next node.
+
+    Args:
+        world: number of ranks, and of steps.
+        inner: number of ranks per node.
     """
     rank, step = np.arange(world)[:, None], np.arange(world)[None, :]
     node = (rank // inner - step // inner) % (world // inner)
@@ -265,11 +277,17 @@ def _timeline(work: Array, inner: int, x: float, x_outer: float) -> tuple[Array,
 
 
 def token_stripe_tiles(diagonals: Sequence[int], T: int, world: int) -> float:
-    """Returns the factor by which stripes of single tokens would increase the active tiles.
+    """Returns how many times more 64 x 64 tiles ranks compute if they get single tokens in turn.
 
-    With such stripes a local tile spans `world` blocks of the sequence, so two tiles at distance n
-    see each other if any diagonal from (n - 1) world + 1 to (n + 1) world - 1 is active. The
-    formula holds for up to 64 ranks.
+    The comparison is with ranks that get blocks of 64 tokens in turn, for a mask of diagonals. With
+    single tokens the 64 consecutive tokens of a rank spread over `world` blocks of the sequence. So
+    two of a rank's blocks at distance n see each other if any diagonal from (n - 1) world + 1 to
+    (n + 1) world - 1 is in the mask. The formula holds for up to 64 ranks.
+
+    Args:
+        diagonals: distances between 64-token blocks that are in the mask.
+        T: tokens of the sequence.
+        world: number of ranks.
     """
     blocks = T // BLOCK
     active = np.zeros(blocks, bool)
@@ -281,29 +299,39 @@ def token_stripe_tiles(diagonals: Sequence[int], T: int, world: int) -> float:
 
 
 class Latencies(NamedTuple):
-    """Times of the parts of one layer's attention, in ms; `flat` and `hierarchical` add them up.
+    """Measured times, in ms, from which the time of a layer's attention on a ring is estimated.
 
-    Both methods assume that a part takes the same time on every rank.
+    A chunk is the k and v of one rank, which the ranks pass around. `flat` estimates the time of
+    one ring over all ranks, and `hierarchical` that of rings within the nodes and a ring of nodes.
+    Both assume that each time is the same on every rank.
+
+    Attributes:
+        chunk: to compute the attention of one rank's queries to one chunk.
+        inner: to send one chunk to another rank of the node.
+        outer: to send one chunk to another node.
+        fixed: what a layer does once: choosing the mask, attention to its columns, work of the
+            host.
     """
 
-    chunk: float  # attention to one chunk
-    inner: float  # a transfer inside a node
-    outer: float  # a transfer between nodes
-    fixed: float  # index, verticals, host
+    chunk: float
+    inner: float
+    outer: float
+    fixed: float
 
     def flat(self, world: int) -> float:
-        """Returns the time of a single ring over all ranks, in ms.
+        """Returns the estimated time, in ms, of one ring over all `world` ranks.
 
-        Each step takes as long as its attention or as a transfer between nodes, whichever is
-        longer; the last step has no transfer. `fixed` is added once.
+        A rank has `world` steps. Each takes `chunk`, or `outer` if that is longer, because every
+        chunk may have to cross between nodes; the last step has no transfer. `fixed` is added once.
         """
         return (world - 1) * max(self.chunk, self.outer) + self.chunk + self.fixed
 
     def hierarchical(self, world: int, inner_size: int) -> float:
-        """Returns the time of a double ring with `inner_size` ranks per node, in ms.
+        """Returns the estimated time, in ms, of a double ring over `world` ranks.
 
-        While the ranks of a node exchange all chunks that the node holds, one chunk per rank moves
-        on to the next node.
+        A node has `inner_size` ranks. In one turn they compute attention to all chunks that the
+        node holds and pass them around; meanwhile each rank sends one chunk to the next node. There
+        are as many turns as nodes. `fixed` is added once.
         """
         turn = inner_size * max(self.chunk, self.inner)
         return world // inner_size * max(turn, self.outer) + self.fixed

@@ -25,7 +25,12 @@ _created = itertools.count()  # number of the next create(): the same on all ran
 
 
 class Pending:
-    """Transfers that are running, and the tensors that receive their data."""
+    """Transfers between ranks that are running, and the tensors that receive their data.
+
+    Args:
+        works: the handles of torch.distributed.
+        received: the tensors that receive data, which `wait` returns.
+    """
 
     def __init__(self, works: Sequence[dist.Work], received: Sequence[Tensor]) -> None:
         self._works, self._received = list(works), received
@@ -43,7 +48,7 @@ class Pending:
 
 
 class Swap(NamedTuple):
-    """Tensors to send to rank `to`, and tensors to fill with data from rank `source`."""
+    """Tensors `send` for rank `to`, and tensors `receive` to fill with data of rank `source`."""
 
     send: Sequence[Tensor]
     receive: Sequence[Tensor]
@@ -53,9 +58,12 @@ class Swap(NamedTuple):
 
 @dataclass(frozen=True)
 class RankRing:
-    """A group of ranks that send tensors to each other.
+    """A group of ranks that send tensors to each other, with the collectives that calls need.
 
-    `group` is None if there is a single rank. `rank` is the number of this rank within the group.
+    Attributes:
+        group: the process group; None if there is a single rank.
+        rank: the number of this rank within the group.
+        size: the number of ranks.
     """
 
     group: dist.ProcessGroup | None
@@ -63,10 +71,10 @@ class RankRing:
     size: int
 
     def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor], tag: int) -> Pending:
-        """Starts to send `send` to the next rank, and to fill `receive` from the previous rank.
+        """Starts to send the tensors `send` to the next rank, and to receive from the previous one.
 
-        Returns the `Pending` transfers. `receive` has as many tensors as `send`. For `tag` see
-        `swap`.
+        Returns the `Pending` transfers, which fill the tensors `receive`, as many as in `send`.
+        `tag` is as in `swap`.
         """
         return self.swap([Swap(send, receive, self.rank + 1, self.rank - 1)], tag)
 
@@ -74,8 +82,9 @@ class RankRing:
         """Starts several swaps at the same time; returns the `Pending` transfers.
 
         A rank must not occur in two swaps. Ranks are taken modulo the size of the ring. `tag` is
-        the tag of the first tensor of a swap. The tags of simultaneous calls must differ by at
-        least the number of tensors that a rank sends to another rank.
+        the number by which torch.distributed matches the first tensor that is sent with the first
+        that is received; the next tensors have the next numbers. Calls that run at the same time
+        need tags that differ by at least the number of tensors of a swap.
         """
         received = [x for swap in swaps for x in swap.receive]
         assert self.group is not None, "more than one rank"
@@ -110,7 +119,7 @@ class RankRing:
     def sum(self, x: Tensor) -> Pending:
         """Starts to sum x [size, ...] over all ranks; returns the `Pending` transfer.
 
-        `Pending.wait` returns row self.rank of the sum.
+        `Pending.wait` returns row self.rank of the sum, in a list of one tensor (a reduce-scatter).
         """
         own = torch.empty_like(x[0])
         assert self.group is not None, "more than one rank"
@@ -126,7 +135,7 @@ class RankRing:
         return x
 
     def exchange(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Sends rows of x to all ranks; returns the rows that this rank received.
+        """Sends rows of x to all ranks and waits; returns the rows that this rank received.
 
         The first sent[0] rows of x go to rank 0, the next sent[1] rows to rank 1, and so on. The
         result has received[0] rows from rank 0, then received[1] rows from rank 1, and so on.
@@ -144,15 +153,18 @@ ALONE = RankRing(None, 0, 1)
 
 @dataclass(frozen=True)
 class RingGroups:
-    """The process groups of a ring of ranks; all ranks call `create` or `from_mesh` together.
+    """The process groups of a ring: the ranks that share one sequence in `sparse_ring_attention`.
 
-    `whole` has all ranks of the ring, and `inner` the ranks of this node. `outer` has one rank of
-    each node: the ranks that have the same number within their node as this rank. Rank r has the
-    number r % inner.size within node r // inner.size.
+    All ranks make it together, by `create` or `from_mesh`. Rank r of the ring has the number
+    r % inner.size within node r // inner.size. `inner` and `outer` have separate process groups,
+    because transfers of one group wait for each other, and a transfer inside a node must not wait
+    for a transfer between nodes.
 
-    `inner` and `outer` have separate process groups, because transfers of one group wait for each
-    other, and a transfer inside a node must not wait for a transfer between nodes. `agreement` has
-    two more groups, in which the hosts compare calls.
+    Attributes:
+        whole: all ranks of the ring.
+        inner: the ranks of this rank's node.
+        outer: one rank of each node: those with the same number within their node as this rank.
+        agreement: two groups in which the hosts compare calls; None if there is a single rank.
     """
 
     whole: RankRing
@@ -253,9 +265,10 @@ class RingGroups:
         problem: Exception | None = None,
         again: bool = False,
     ) -> None:
-        """Compares a call with those of the other ranks; raises on every rank if any is wrong.
+        """Checks that all ranks make the same call; raises on every rank if one has an error.
 
-        Facts on which all ranks agreed in an earlier call are not compared: see agreement.py.
+        Arguments on which all ranks agreed in an earlier call are not compared at once; see
+        agreement.py.
 
         Args:
             op: the name of the function.
@@ -263,7 +276,7 @@ class RingGroups:
                 every rank.
             problem: the error in the arguments of this rank, if any. This rank raises `problem`;
                 other ranks raise a ValueError with the text of `problem`.
-            again: compare the facts even if the ranks have agreed on the same facts before.
+            again: compare `facts` even if the ranks have agreed on the same ones before.
         """
         if self.agreement is not None:
             error = None if problem is None else f"{type(problem).__name__}: {problem}"

@@ -17,16 +17,29 @@ from qla_kernels.sparse_ring.shapes import BLOCK, WORD
 
 
 class VSIndex(NamedTuple):
-    """The lines (columns and diagonals) of a mask, for each query head of each batch row.
+    """The mask of `sparse_attention` for each query head of each batch row, as its lines.
 
-    `to_lists`, `check` and `described(True)` copy the lines to the host, and wait for a GPU.
+    A line is a column (a token that all later tokens see) or a diagonal (a distance d in blocks of
+    64 tokens: block i sees block i - d). Block d counts from 0, and diagonal 0 is always present.
+
+    `to_lists`, `check` and `described(contents=True)` copy the lines to the host, and wait for a
+    GPU.
+
+    Attributes:
+        v_idx: int32 [B, H, n], the columns of each head, ascending; unused entries are T.
+        v_cnt: int32 [B, H], the number of columns of each head.
+        d_bits: int32 [B, H, ceil(T / 64 / 32)], the diagonals of each head as bits: diagonal d is
+            bit d % 32 of word d // 32.
+        window_recall: fp32 [B, H], the share of the attention of the last complete block of queries
+            that is on the lines; NaN if the lines were not chosen from q and k, 1 for Dense.
+        T: number of tokens, with padding.
     """
 
-    v_idx: Tensor  # int32 [B, H, max_v] columns, ascending, then T in unused places
-    v_cnt: Tensor  # int32 [B, H] number of columns
-    d_bits: Tensor  # int32 [B, H, ceil(blocks / 32)], bit d % 32 of word d // 32: diagonal d
-    window_recall: Tensor  # fp32 [B, H], share of the last block's attention; NaN for fixed lines
-    T: int  # tokens, with padding
+    v_idx: Tensor
+    v_cnt: Tensor
+    d_bits: Tensor
+    window_recall: Tensor
+    T: int
 
     @property
     def blocks(self) -> int:
@@ -39,14 +52,14 @@ class VSIndex(NamedTuple):
         return sum(x.numel() * x.element_size() for x in self[:4])
 
     def diagonals(self) -> Tensor:
-        """Returns bool [B, H, blocks]: entry d is True if the mask contains diagonal d."""
+        """Returns bool [B, H, T / 64]: entry d is True if the mask contains diagonal d.
+
+        Diagonal d contains block i - d of keys for each block i of 64 queries.
+        """
         return diagonals(self.d_bits, self.blocks)
 
     def density(self) -> Tensor:
-        """Returns the share of the causal (query, key) pairs that are in the mask.
-
-        The result is fp64 [B, H].
-        """
+        """Returns which fraction of the causal (query, key) pairs is in the mask, fp64 [B, H]."""
         active, blocks = self.diagonals(), self.blocks
         size = torch.full((blocks,), BLOCK * BLOCK, device=active.device)
         size[0] = BLOCK * (BLOCK + 1) // 2
@@ -60,7 +73,7 @@ class VSIndex(NamedTuple):
         return (slashes + alone.sum(-1)).double() / (self.T * (self.T + 1) // 2)
 
     def to_mask(self) -> Tensor:
-        """Returns the dense mask, bool [B, H, T, T]; for inspection at small T."""
+        """Returns the mask as bool [B, H, T, T], True where query i sees key j; for small T."""
         token = torch.arange(self.T, device=self.v_idx.device)
         distance = (token[:, None] // BLOCK - token // BLOCK).clamp(min=0)
         columns = torch.zeros(*self.v_idx.shape[:2], self.T + 1, device=token.device).bool()
@@ -68,7 +81,10 @@ class VSIndex(NamedTuple):
         return (self.diagonals()[..., distance] | columns) & (token <= token[:, None])
 
     def to_lists(self) -> list[list[tuple[list[int], list[int]]]]:
-        """Returns the lines of each head as lists of ints: result[b][h] is (columns, diagonals)."""
+        """Returns (columns, diagonals) of head h in batch row b, lists of ints, as result[b][h].
+
+        A column is a token; a diagonal is a distance in blocks of 64 tokens. Waits for a GPU.
+        """
         active = self.diagonals()
         return [
             [
@@ -79,16 +95,19 @@ class VSIndex(NamedTuple):
         ]
 
     def runs(self) -> Tensor:
-        """Returns the mean number of diagonals in a run of consecutive diagonals, fp64 [B, H]."""
+        """Returns the mean length of the runs of consecutive diagonals, fp64 [B, H].
+
+        For example 2 for the diagonals 0, 1, 2 and 7. Longer runs are faster.
+        """
         active = self.diagonals()
         starts = active & ~torch.nn.functional.pad(active, (1, 0))[..., :-1]
         return active.sum(-1).double() / starts.sum(-1)
 
     def described(self, contents: bool) -> str:
-        """Returns a text that describes the index, which ranks compare.
+        """Returns a text that describes the index, so that ranks can compare theirs.
 
-        The text has the shapes. With `contents` it also has a hash of the lines, which waits for a
-        GPU.
+        The text has the shapes of the tensors and T. With `contents` it also has a hash of the
+        tensors' values, for which it waits for a GPU.
         """
         shapes = f"{[tuple(x.shape) for x in self[:3]]} for {self.T} tokens"
         if not contents:
@@ -97,11 +116,11 @@ class VSIndex(NamedTuple):
         return f"{shapes}, contents {hashlib.sha256(lines).hexdigest()}"
 
     def check_form(self, op: str, B: int, H: int, T: int, on: torch.device) -> None:
-        """Raises ValueError unless the index fits a call with these sizes on the device `on`.
+        """Raises ValueError unless the index fits q [B, T, H, D] on the device `on`.
 
-        Shapes, dtypes, T and device are checked, because kernels rely on these. The contents are
-        not checked: wrong contents cannot make a kernel access memory outside its tensors. `op` is
-        the function that the error names.
+        Checks shapes, dtypes, T and the device, because kernels rely on these. Does not check which
+        columns and diagonals the index has: wrong ones cannot make a kernel access memory outside
+        its tensors. `op` is the function that the error names.
         """
         v, n, d = self[:3]
         words, kind = -(-T // (BLOCK * WORD)), torch.int32
@@ -142,7 +161,14 @@ class VSIndex(NamedTuple):
 def known_index(
     pattern: FixedVerticalSlash | Dense, B: int, H: int, T: int, device: object
 ) -> VSIndex:
-    """Returns the index [B, H] of a pattern whose lines do not depend on q and k."""
+    """Returns the `VSIndex` of a pattern whose mask does not depend on q and k.
+
+    Args:
+        pattern: the pattern.
+        B, H: number of batch rows and of query heads.
+        T: number of tokens, with padding.
+        device: device of the index.
+    """
     on = torch.device(str(device))
     nan = torch.full((B, H), float("nan"), device=on)
     if isinstance(pattern, Dense):
@@ -175,9 +201,9 @@ def _padded(head: tuple[int, ...], T: int, lines: Lines) -> Tensor:
 
 
 def refused_lines(pattern: FixedVerticalSlash, H: int, T: int) -> tuple[str, str, str] | None:
-    """Returns None if the lines fit a mask of H heads and T tokens, else (got, needs, fix).
+    """Returns None if the columns and diagonals of a pattern fit H query heads and T tokens.
 
-    The three texts are arguments of `errors.need`.
+    Otherwise returns (got, needs, fix), three texts for `errors.need`.
     """
     for name, lines, end in (("v_idx", pattern.v_idx, T), ("d_idx", pattern.d_idx, T // BLOCK)):
         if len(lines) not in (1, H):

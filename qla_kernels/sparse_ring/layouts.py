@@ -39,24 +39,34 @@ class Layout:
             raise ValueError(need(name, f"world is {self.world}", "at least 1 rank", fix))
 
     def owner(self, token: Numbers, T: int) -> Numbers:
-        """Returns the rank that holds the token at index `token` of the sequence."""
+        """Returns the rank that holds the token at index `token` of a sequence of T tokens.
+
+        `token` and the result are ints, or integer tensors of one shape.
+        """
         raise NotImplementedError
 
     def local(self, token: Numbers, T: int) -> Numbers:
-        """Returns the row that the token at index `token` has in the shard of its rank."""
+        """Returns the row of the token at index `token` in the tensors of the rank that holds it.
+
+        `token` and the result are ints, or integer tensors of one shape. T is the number of tokens
+        of the sequence, with padding.
+        """
         raise NotImplementedError
 
     def position(self, rank: int, row: Numbers, T: int) -> Numbers:
-        """Returns the index in the sequence of the token in row `row` of the shard of `rank`."""
+        """Returns the index in the sequence of the token in row `row` of the tensors of `rank`.
+
+        `row` and the result are ints, or integer tensors of one shape. T is the number of tokens of
+        the sequence, with padding.
+        """
         raise NotImplementedError
 
     def ranges(self, rank: int, T: int) -> list[tuple[int, int, int]]:
-        """Returns the blocks of 64 tokens that `rank` holds, as a list of ranges.
+        """Returns a list of (first, end, local), the ranges of 64-token blocks that `rank` holds.
 
-        A range is (first block, end block, first block within the shard). The first two count
-        blocks of the sequence; the third is the place in the shard of the first block of the range.
-        In a striped layout the only range is the whole sequence, of which the rank holds every
-        world-th stripe.
+        Blocks first to end - 1 of a sequence of T tokens are in the rank's tensors from block
+        `local` on. In a striped layout the only range is the whole sequence, (0, T / 64, 0), of
+        which the rank holds every world-th stripe.
         """
         raise NotImplementedError
 
@@ -88,7 +98,7 @@ class Layout:
         return 1
 
     def pad_len(self, length: int) -> int:
-        """Returns the smallest valid T that is at least `length`.
+        """Returns the number of tokens, at least `length`, to which a sequence must be padded.
 
         Append the padding to the end of the sequence.
         """
@@ -204,7 +214,7 @@ class Layout:
 
 
 def check_layout(op: str, layout: Layout | None, world: int) -> None:
-    """Raises ValueError unless `layout` is a Layout for `world` ranks."""
+    """Raises ValueError unless `layout` is a Layout for `world` ranks; the error names `op`."""
     if not isinstance(layout, Layout):
         got, fix = f"layout is of type {type(layout).__name__}", f"pass StripedLayout({world})"
         raise ValueError(need(op, got, "a layout", fix))
@@ -227,22 +237,37 @@ def _dimension(op: str, x: Tensor, dim: int) -> int:
 
 @dataclass(frozen=True)
 class ContiguousLayout(Layout):
-    """Cuts the sequence into `world` equal parts; rank r holds part r."""
+    """Cuts the sequence into as many equal parts as ranks, `world`; rank r holds part r."""
 
     def owner(self, token: Numbers, T: int) -> Numbers:
-        """Returns the rank that holds the token at index `token` of the sequence."""
+        """Returns the rank that holds the token at index `token` of a sequence of T tokens.
+
+        `token` and the result are ints, or integer tensors of one shape.
+        """
         return token // (T // self.world)
 
     def local(self, token: Numbers, T: int) -> Numbers:
-        """Returns the row that the token at index `token` has in the shard of its rank."""
+        """Returns the row of the token at index `token` in the tensors of the rank that holds it.
+
+        `token` and the result are ints, or integer tensors of one shape. T is the number of tokens
+        of the sequence, with padding.
+        """
         return token % (T // self.world)
 
     def position(self, rank: int, row: Numbers, T: int) -> Numbers:
-        """Returns the index in the sequence of the token in row `row` of the shard of `rank`."""
+        """Returns the index in the sequence of the token in row `row` of the tensors of `rank`.
+
+        `row` and the result are ints, or integer tensors of one shape. T is the number of tokens of
+        the sequence, with padding.
+        """
         return rank * (T // self.world) + row
 
     def ranges(self, rank: int, T: int) -> list[tuple[int, int, int]]:
-        """Returns the blocks of 64 tokens that `rank` holds, in the form of `Layout.ranges`."""
+        """Returns a list of (first, end, local), the ranges of 64-token blocks that `rank` holds.
+
+        Blocks first to end - 1 of a sequence of T tokens are in the rank's tensors from block
+        `local` on.
+        """
         blocks = T // self.world // BLOCK
         return [(rank * blocks, (rank + 1) * blocks, 0)]
 
@@ -251,7 +276,7 @@ class ContiguousLayout(Layout):
 class ZigZagLayout(Layout):
     """Cuts the sequence into 2 world equal parts; rank r holds parts r and 2 world - 1 - r.
 
-    Work is spread evenly for dense masks.
+    `world` is the number of ranks. Work is spread evenly for dense masks.
     """
 
     @property
@@ -260,22 +285,37 @@ class ZigZagLayout(Layout):
         return 2 * self.world * TILE
 
     def owner(self, token: Numbers, T: int) -> Numbers:
-        """Returns the rank that holds the token at index `token` of the sequence."""
+        """Returns the rank that holds the token at index `token` of a sequence of T tokens.
+
+        `token` and the result are ints, or integer tensors of one shape.
+        """
         return self._mirrored(token // self._part(T))
 
     def local(self, token: Numbers, T: int) -> Numbers:
-        """Returns the row that the token at index `token` has in the shard of its rank."""
+        """Returns the row of the token at index `token` in the tensors of the rank that holds it.
+
+        `token` and the result are ints, or integer tensors of one shape. T is the number of tokens
+        of the sequence, with padding.
+        """
         part = self._part(T)
         return token % part + token // part // self.world * part
 
     def position(self, rank: int, row: Numbers, T: int) -> Numbers:
-        """Returns the index in the sequence of the token in row `row` of the shard of `rank`."""
+        """Returns the index in the sequence of the token in row `row` of the tensors of `rank`.
+
+        `row` and the result are ints, or integer tensors of one shape. T is the number of tokens of
+        the sequence, with padding.
+        """
         part = self._part(T)
         second = row // part
         return (rank + second * (2 * self.world - 1 - 2 * rank)) * part + row % part
 
     def ranges(self, rank: int, T: int) -> list[tuple[int, int, int]]:
-        """Returns the blocks of 64 tokens that `rank` holds, in the form of `Layout.ranges`."""
+        """Returns a list of (first, end, local), the ranges of 64-token blocks that `rank` holds.
+
+        Blocks first to end - 1 of a sequence of T tokens are in the rank's tensors from block
+        `local` on.
+        """
         blocks, mirror = self._part(T) // BLOCK, 2 * self.world - 1 - rank
         first = (rank * blocks, (rank + 1) * blocks, 0)
         return [first, (mirror * blocks, (mirror + 1) * blocks, blocks)]
@@ -290,9 +330,9 @@ class ZigZagLayout(Layout):
 
 @dataclass(frozen=True)
 class StripedLayout(Layout):
-    """Cuts the sequence into stripes of 64 or 128 tokens and assigns them to the ranks in turn.
+    """Cuts the sequence into stripes of `stripe` tokens and assigns them to `world` ranks in turn.
 
-    Work is spread evenly for dense masks and for diagonals.
+    `stripe` is 64 or 128. Work is spread evenly for dense masks and for diagonals.
     """
 
     stripe: int = 128
@@ -322,18 +362,32 @@ class StripedLayout(Layout):
         return self.world if self.stripe == BLOCK else 1
 
     def owner(self, token: Numbers, T: int) -> Numbers:
-        """Returns the rank that holds the token at index `token` of the sequence."""
+        """Returns the rank that holds the token at index `token` of a sequence of T tokens.
+
+        `token` and the result are ints, or integer tensors of one shape.
+        """
         return token // self.stripe % self.world
 
     def local(self, token: Numbers, T: int) -> Numbers:
-        """Returns the row that the token at index `token` has in the shard of its rank."""
+        """Returns the row of the token at index `token` in the tensors of the rank that holds it.
+
+        `token` and the result are ints, or integer tensors of one shape. T is the number of tokens
+        of the sequence, with padding.
+        """
         return token // (self.stripe * self.world) * self.stripe + token % self.stripe
 
     def position(self, rank: int, row: Numbers, T: int) -> Numbers:
-        """Returns the index in the sequence of the token in row `row` of the shard of `rank`."""
+        """Returns the index in the sequence of the token in row `row` of the tensors of `rank`.
+
+        `row` and the result are ints, or integer tensors of one shape. T is the number of tokens of
+        the sequence, with padding.
+        """
         turn = row // self.stripe * self.world + rank
         return turn * self.stripe + row % self.stripe
 
     def ranges(self, rank: int, T: int) -> list[tuple[int, int, int]]:
-        """Returns the blocks of 64 tokens that `rank` holds, in the form of `Layout.ranges`."""
+        """Returns [(0, T / 64, 0)]: `rank` holds stripes of the range of all 64-token blocks.
+
+        `Layout.ranges` explains the numbers.
+        """
         return [(0, T // BLOCK, 0)]

@@ -22,22 +22,38 @@ Lines = tuple[tuple[int, ...], ...]  # one tuple for each query head, or one for
 
 @dataclass(frozen=True)
 class VerticalSlash:
-    """A pattern that estimates the lines of each head from the last complete block of queries.
+    """A pattern that chooses the mask of each head by the attention of one block of queries.
 
-    A line is a vertical (one key column) or a slash (a diagonal of 64 x 64 blocks). Each head gets
-    the lines with most of the attention of that block. Lines are added until they hold a target
-    share of this attention. Forced lines are always part of the mask.
+    The block is the last complete block of 64 queries, whose exact attention is computed. A mask
+    consists of columns (keys) and diagonals (distances between 64-token blocks). Those with most of
+    the block's attention are chosen, until they hold a target share of it.
+
+    Attributes:
+        recall_v: share of the attention that the columns should hold.
+        recall_s: share that columns and diagonals together should hold; with the estimator
+            "independent", the diagonals alone.
+        max_v: the most columns of a head.
+        max_s: the most diagonals of a head; None for no limit.
+        sink: the first `sink` tokens are always columns.
+        window: the first `window` diagonals are always in the mask.
+        estimator: "residual": only keys that stand out can be columns, and diagonals are chosen by
+            the attention that columns leave. "independent": any key can be a column, and diagonals
+            are chosen by the whole attention.
+        kappa: "residual": a key stands out if its attention is more than kappa times the mean of
+            the other keys of its 64-token block.
+        gap_close: gaps of at most this many diagonals are filled, because runs of consecutive
+            diagonals are faster.
     """
 
-    recall_v: float = 0.95  # target share of the verticals
-    recall_s: float = 0.95  # target share of all lines; with "independent", of the slashes alone
-    max_v: int = 4096  # most columns of a head, for which an index has room
-    max_s: int | None = None  # most diagonals of a head; None for no limit
-    sink: int = 4  # the first `sink` columns are forced
-    window: int = 2  # the first `window` diagonals are forced
+    recall_v: float = 0.95
+    recall_s: float = 0.95
+    max_v: int = 4096
+    max_s: int | None = None
+    sink: int = 4
+    window: int = 2
     estimator: Literal["residual", "independent"] = "residual"
-    kappa: int = 8  # residual: a column qualifies above kappa times the mean of its tile's others
-    gap_close: int = 0  # fill gaps of at most this many diagonals: longer runs are faster
+    kappa: int = 8
+    gap_close: int = 0
 
     def __post_init__(self) -> None:
         """Raises ValueError if a field has a wrong type or is out of range."""
@@ -73,12 +89,12 @@ class VerticalSlash:
 
 @dataclass(frozen=True)
 class FixedVerticalSlash:
-    """A pattern of fixed lines, which do not depend on q and k.
+    """A pattern whose mask the caller lists, as columns and diagonals.
 
     Args:
-        v_idx: columns, as token indices.
-        d_idx: diagonals, as distances in blocks of 64 tokens. Diagonal 0 is always part of the
-            mask.
+        v_idx: columns: indices of the tokens that all later tokens see.
+        d_idx: diagonals: distances in blocks of 64 tokens; block i of the queries sees block i - d
+            of the keys. Diagonal 0 is always part of the mask.
 
     Each argument is one list for all query heads, or a list for each head. Arrays and tensors are
     accepted too.
@@ -108,7 +124,7 @@ class FixedVerticalSlash:
 
 @dataclass(frozen=True)
 class Dense:
-    """A pattern for full causal attention with the sparse kernels: all diagonals, no columns."""
+    """The pattern of full causal attention, which the sparse kernels then compute."""
 
 
 Pattern = VerticalSlash | FixedVerticalSlash | Dense

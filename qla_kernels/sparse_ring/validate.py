@@ -48,9 +48,9 @@ def refusal(
 
     Args:
         q, k, v: the tensors of one rank: q [B, L, H, D], k and v [B, L, Hk, D].
-        world: number of ranks.
+        world: number of ranks that share the sequence.
         scale: as in `sparse_attention`.
-        capability: answer for a GPU of this compute capability, whatever the tensors' device.
+        capability: answer as if the tensors were on a GPU of this compute capability: (9, 0).
         op: the name of the function, which begins the returned text.
     """
     reason = _refused_everywhere(q, k, v, world, scale)
@@ -107,7 +107,10 @@ def _refused_on_cuda(
 
 
 def check_tensors(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises ValueError unless q, k and v are tensors that fit together in shape and device."""
+    """Raises ValueError unless q, k and v are tensors that fit together in shape and device.
+
+    q must be [B, L, H, D], k and v [B, L, Hk, D], with H a multiple of Hk. The error names `op`.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             got, fix = f"{name} is of type {type(x).__name__}", f"pass {name} as one"
@@ -133,9 +136,16 @@ def check_tensors(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
 def defaults(
     op: str, q: Tensor, world: int, seqlen: int | None, scale: float | None
 ) -> tuple[int, int, float]:
-    """Returns T, seqlen and scale, with defaults filled in; q has passed `check_tensors`.
+    """Returns (T, seqlen, scale): the number of tokens with and without padding, and the scale.
 
-    Raises ValueError if seqlen is not an int, or if scale is not a number.
+    If seqlen is None it becomes T, and if scale is None it becomes D ** -0.5. Raises ValueError if
+    seqlen is not an int, or if scale is not a number.
+
+    Args:
+        op: the function that the error names.
+        q: [B, L, H, D], the queries of one rank, checked.
+        world: number of ranks; T is world x L.
+        seqlen, scale: arguments of `sparse_attention`.
     """
     T = world * q.shape[1]
     if seqlen is None:
@@ -153,7 +163,11 @@ def defaults(
 def check_lines(
     op: str, q: Tensor, T: int, seqlen: int, pattern: Pattern | None, index: VSIndex | None
 ) -> None:
-    """Raises ValueError unless either pattern or index is passed, and fits q, T and seqlen."""
+    """Raises ValueError unless either pattern or index is passed, and fits q, T and seqlen.
+
+    The arguments are those of `sparse_attention`; T is the number of tokens with padding, and `op`
+    the function that the error names.
+    """
     if (pattern is None) == (index is None):
         got = f"{'neither' if pattern is None else 'both'} of pattern and index were passed"
         fix = "pass pattern=VerticalSlash(), or index=build_index(q, k, pattern)"
@@ -181,7 +195,7 @@ def check_lines(
 
 
 def check_group(op: str, group: RingGroups | None) -> RingGroups:
-    """Returns `group`; raises ValueError if `group` is not a RingGroups.
+    """Returns `group`; raises ValueError, which names `op`, if it is not a RingGroups.
 
     Only the rank with the wrong argument raises, because without a group it cannot tell the others.
     """
@@ -195,7 +209,10 @@ def check_group(op: str, group: RingGroups | None) -> RingGroups:
 def check_ring(
     op: str, layout: Layout | None, world: int, schedule: str, chunks_per_launch: int | None
 ) -> None:
-    """Raises ValueError unless layout, schedule and chunks_per_launch fit `world` ranks."""
+    """Raises ValueError unless layout, schedule and chunks_per_launch fit `world` ranks.
+
+    The arguments are those of `sparse_ring_attention`; `op` is the function that the error names.
+    """
     check_layout(op, layout, world)
     if not isinstance(schedule, str) or schedule not in SCHEDULES:
         got, needs = f"schedule is {schedule!r}", ", ".join(SCHEDULES)

@@ -176,7 +176,7 @@ def split(
     """Splits mixed_qkv [N, 2 H K + HV V] into views q and k [N, 1, H, K] and v [N, 1, HV, V].
 
     HV, K and V are sizes of `states`, [slots, HV, K, V], or [slots, HV, V, K] if state_v_first.
-    Raises ValueError, in the name of `op`, if the sizes do not fit.
+    Raises ValueError if the sizes do not fit; the error names `op`.
     """
     expect_tensors(op, mixed_qkv=mixed_qkv, initial_state=states)
     if mixed_qkv.dim() != 2 or states.dim() != 4:

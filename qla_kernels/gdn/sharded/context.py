@@ -217,7 +217,7 @@ def group_of(op: str, cp_context: Any) -> dist.ProcessGroup:
     """Returns the process group of a `CPContext`, or the group of all ranks if it has none.
 
     Reads no other field of cp_context, so that a rank can tell the group about an error in one.
-    Raises ValueError, in the name of `op`, if torch.distributed has no process group.
+    Raises ValueError if torch.distributed has no process group; the error names `op`.
     """
     group = getattr(cp_context, "group", None)
     if group is None:
@@ -232,8 +232,8 @@ def group_of(op: str, cp_context: Any) -> dist.ProcessGroup:
 def place_of(op: str, cp_context: Any) -> LinePlace:
     """Returns what a call needs of a `CPContext`, or of FLA's FLACPContext, as a `LinePlace`.
 
-    Raises ValueError, in the name of `op`, if a field is absent, or if a number of ranks cannot be
-    right for this rank of the group.
+    Raises ValueError if a field is absent, or if a number of ranks cannot be right for this rank of
+    the group; the error names `op`.
     """
     layout = getattr(cp_context, "layout", CONTIGUOUS)
     names = ("cu_seqlens", *_FIELDS[layout])
