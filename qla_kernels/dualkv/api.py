@@ -57,7 +57,9 @@ def shared_prefix_attention(
 
         o_i = sum_j softmax_j(scale q_i . k_j) v_j    over the j with j <= i < layout.tout[j]
 
-    where tout[j] is one past the last packed token that may see token j. Results and gradients equal those of running each sequence alone; the gradient of a shared token
+    where tout[j] is one past the last packed token that may see token j.
+
+    Results and gradients equal those of running each sequence alone; the gradient of a shared token
     is the sum over the sequences that contain it. q, k and v have one dtype. On a CPU, q, k and v
     may have any strides, in bf16, fp16, fp32 or fp64. A GPU must be a Hopper, and q, k and v must
     then have bf16 or fp16, D of 64, 128 or 256, a last stride of 1, and other strides that are
