@@ -48,14 +48,14 @@ def _has_tangent(x: Tensor) -> bool:
 
 
 def refuse_second_derivative(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Returns a decorator for the `backward` of an autograd.Function, whose gradients are final.
+    """Returns a decorator for the `backward` of an autograd.Function without second derivatives.
 
     The decorated `backward` runs without grad mode. Its gradients can be used under
     create_graph=True, but a backward through them raises Unsupported; the error names `op`.
 
     It replaces torch's once_differentiable, which raises only if an incoming gradient requires a
-    gradient. The gradient of a sum is a constant, for example; second derivatives would then be 0
-    without an error.
+    gradient. If the incoming gradient is a constant, such as that of a sum, second derivatives
+    would be 0 without an error.
     """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ from qla_kernels.errors import need
 
 
 class RankError(RuntimeError):
-    """A transfer between ranks failed: a rank died, hangs, or makes different calls."""
+    """Raised if a transfer between ranks fails: a rank died, hangs, or makes different calls."""
 
 
 @contextmanager

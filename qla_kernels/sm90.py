@@ -59,7 +59,7 @@ def refused_head_size(
         letter: its name in messages: D, K or V.
         padded: the tensors to pad to a larger head size, as text: "q and k".
         elsewhere: what the caller can do instead: "use ...".
-        sizes: the sizes of the family's kernels, in ascending order.
+        sizes: the sizes that kernels have, in ascending order.
     """
     if size in sizes:
         return None

@@ -47,7 +47,7 @@ def dualkv_varlen(
         q: [sum q_i, H, D].
         k_context, v_context: [P, Hk, D].
         k_decoded, v_decoded: [sum R_i, Hk, D], response after response.
-        cu_seqlens_q, cu_seqlens_k_decoded: [N + 1] bounds of the q_i and of the R_i.
+        cu_seqlens_q, cu_seqlens_k_decoded: [N + 1], cumulative sums, from 0, of q_i and of R_i.
         max_seqlen_q, max_seqlen_k_decoded: ignored; must not require a gradient.
         context_seqlen: P.
         softmax_scale: factor of the scores; D ** -0.5 if None.

@@ -57,7 +57,7 @@ def pack_padded(
     batch.
 
     Args:
-        input_ids: [B, W] rows; the prompt ends at prompt_width, and the response begins there.
+        input_ids: [B, W] rows; prompts end before column prompt_width, and responses begin at it.
         attention_mask: [B, W], 0 for padding, without gaps inside a prompt or a response.
         prompt_width: number of columns of prompts.
         group_ids: B labels, such as veRL's uid; rows with equal labels share one prompt. If None,

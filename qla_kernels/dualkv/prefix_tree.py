@@ -35,9 +35,9 @@ def pack_prefix_tree(
     """Packs sequences into a batch that stores each shared prefix once.
 
     Sequences are numbered by their order in `sequences`, and the batch keeps these numbers.
-    Sequences with the same first token form a group. `SharedBatch.pack` of the returned batch takes
-    tensors with one entry for each token of `sequences`, one sequence after another. Tokens are
-    compared on the host; tensors on a GPU are copied there.
+    Sequences with the same first token form a group (`SharedBatch.group_of`). `SharedBatch.pack` of
+    the returned batch takes tensors with one entry for each token of `sequences`, one sequence
+    after another. Tokens are compared on the host; tensors on a GPU are copied there.
 
     Args:
         sequences: token ids, [n] tensors or lists, n at least 1. A sequence may be a prefix of

@@ -13,6 +13,8 @@ from qla_kernels.gdn.plan import WARM_LOG_BOUND
 class Call(NamedTuple):
     """The checked tensors of a call, and its scale; see `chunk_gated_delta_rule`.
 
+    There are B rows of T tokens, H key heads of size K, and HV value heads of size V.
+
     Attributes:
         q, k: [B, T, H, K].
         v: [B, T, HV, V].
@@ -89,8 +91,7 @@ class SavedForward(NamedTuple):
     Attributes:
         g_cum: [B, T, HV] fp32, sum of the log decays from the first token of the chunk on. A chunk
             is 64 tokens of a sequence.
-        A: [B, T, HV, 64], row t of the inverse triangular matrix of its chunk; `low_level` has the
-            formula.
+        A: [B, T, HV, 64], row t of the matrix (I + tril(beta decay k k^T, -1))^-1 of its chunk.
         cp_cache: the segments into which the forward cut sequences, and the states from which they
             start; empty if these were not saved.
     """

@@ -83,8 +83,8 @@ def segments_of(
         >>> print(segments_of([8192]))
         The forward cuts 1 sequence of 8192 tokens into 4 segments.
 
-    The segments of a sequence run in parallel on a GPU, which long sequences with few heads need to
-    fill it. This function uses the planner of the call, launches nothing and needs no GPU. It is
+    Long sequences with few heads would not fill a GPU, so calls cut them into segments that run in
+    parallel. This function uses the planner of the call, launches nothing and needs no GPU. It is
     not for calls with `cp_context` or for `shared_prefix_gated_delta_rule`.
 
     Args:

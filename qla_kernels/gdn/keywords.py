@@ -70,11 +70,12 @@ def refuse_unknown(op: str, kwargs: dict[str, Any]) -> None:
 
 
 def warm_bound(op: str, exact: Any, warm_log_bound: Any) -> float:
-    """Returns the bound that follows from the arguments `exact` and `warm_log_bound` of a call.
+    """Returns the log of the decay factor below which a call may omit the rest of a state.
 
-    If a sequence is cut into segments, the part of an earlier state that has decayed below a factor
-    e^bound may be omitted. The bound is -12 by default, -104 with exact=True or under QLA_EXACT=1,
-    and otherwise warm_log_bound; -inf omits nothing. None means that an argument was not passed.
+    A long sequence is cut into segments that run in parallel. Each starts from an estimate of the
+    state before it, which omits what has decayed by more than this factor. The log is -12 by
+    default, -104 with exact=True or under QLA_EXACT=1, and otherwise warm_log_bound; -inf omits
+    nothing. None means that an argument was not passed.
 
     Raises ValueError if exact is True and warm_log_bound is passed, or if warm_log_bound is not
     below 0; the error names `op`.
@@ -98,10 +99,11 @@ def warm_bound(op: str, exact: Any, warm_log_bound: Any) -> float:
 
 
 def keeping(op: str, enable_fwd_cp_cache: Any) -> bool | None:
-    """Returns enable_fwd_cp_cache as a bool, or None, for a cache where it is predicted to pay off.
+    """Returns the argument enable_fwd_cp_cache as a bool, or None if it is None.
 
-    The option saves the segments of a forward for its backward; keeping.py predicts. Raises
-    ValueError for any other value; the error names `op`.
+    True saves the segments of a forward for its backward. None saves them if the backward is
+    predicted to be faster (keeping.py). Raises ValueError for any other value; the error names
+    `op`.
     """
     if enable_fwd_cp_cache is None:
         return None

@@ -19,7 +19,7 @@ KNOWN = {"vllm": ("0.33.0",), "sglang": ("0.5.23",)}
 
 
 def unknown_version(engine: str) -> str | None:
-    """Returns the reason why our plug-in does not fit the installed engine, or None if it fits.
+    """Returns the reason why our plug-in for an inference engine cannot run, or None if it can.
 
     A plug-in works only with the versions of the engine that it was tested with. `engine` is "vllm"
     or "sglang".
@@ -54,14 +54,21 @@ def _say_first(engine: str, what: str, where: str) -> None:
 
 
 def plug_in_of_vllm() -> str:
-    """Returns a line for a report: does our plug-in fit the installed vLLM, and is it on?"""
+    """Returns a line of text about this package's plug-in for vLLM.
+
+    It says which version of vLLM is installed, and whether the plug-in fits it and is switched on.
+    """
     named = os.environ.get("VLLM_PLUGINS")
     on = "on" if "qla_kernels" in (named or "").split(",") else "off"
     return _fits("vllm", f"VLLM_PLUGINS is {'not set' if named is None else repr(named)}: {on}")
 
 
 def plug_in_of_sglang() -> str:
-    """Returns a line for a report: does our plug-in fit the installed SGLang; what enables it?"""
+    """Returns a line of text about this package's plug-in for SGLang.
+
+    It says which version of SGLang is installed, whether the plug-in fits it, and which options
+    switch it on.
+    """
     return _fits(
         "sglang", "on by --linear-attn-prefill-backend qla and --linear-attn-decode-backend qla"
     )

@@ -122,9 +122,8 @@ def sparse_ring_attention(
 
     Forward and backward are collective: every rank passes its own L tokens and gets the results of
     these tokens. The sequence has T = world x L tokens, where world is the number of ranks, and the
-    mask is that of the whole sequence.
-    Partial results are fp32 and each result is rounded once, so accuracy does not depend on the
-    number of ranks.
+    mask is that of the whole sequence. Partial results are fp32 and each result is rounded once, so
+    accuracy does not depend on the number of ranks.
 
     Args:
         q: [B, L, H, D], for this rank's tokens: `layout.shard` of the whole sequence.

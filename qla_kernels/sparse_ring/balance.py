@@ -277,9 +277,10 @@ def _timeline(work: Array, inner: int, x: float, x_outer: float) -> tuple[Array,
 
 
 def token_stripe_tiles(diagonals: Sequence[int], T: int, world: int) -> float:
-    """Returns how many times more 64 x 64 tiles ranks compute if they get single tokens in turn.
+    """Returns the factor by which the work grows if ranks get single tokens in turn.
 
-    The comparison is with ranks that get blocks of 64 tokens in turn, for a mask of diagonals. With
+    The comparison is with ranks that get blocks of 64 tokens in turn. The mask consists of
+    diagonals, and work is the number of 64 x 64 tiles of rank-local tokens with a pair in it. With
     single tokens the 64 consecutive tokens of a rank spread over `world` blocks of the sequence. So
     two of a rank's blocks at distance n see each other if any diagonal from (n - 1) world + 1 to
     (n + 1) world - 1 is in the mask. The formula holds for up to 64 ranks.
@@ -330,8 +331,9 @@ class Latencies(NamedTuple):
         """Returns the estimated time, in ms, of a double ring over `world` ranks.
 
         A node has `inner_size` ranks. In one turn they compute attention to all chunks that the
-        node holds and pass them around; meanwhile each rank sends one chunk to the next node. There
-        are as many turns as nodes. `fixed` is added once.
+        node holds and pass them around; meanwhile each rank sends one chunk to the next node. A
+        turn takes inner_size times `chunk`, or times `inner` if that is longer, and at least
+        `outer`. There are as many turns as nodes. `fixed` is added once.
         """
         turn = inner_size * max(self.chunk, self.inner)
         return world // inner_size * max(turn, self.outer) + self.fixed

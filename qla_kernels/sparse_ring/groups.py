@@ -265,7 +265,7 @@ class RingGroups:
         problem: Exception | None = None,
         again: bool = False,
     ) -> None:
-        """Checks that all ranks make the same call; raises on every rank if one has an error.
+        """Checks that all ranks make the same call without an error; else raises on every rank.
 
         Arguments on which all ranks agreed in an earlier call are not compared at once; see
         agreement.py.

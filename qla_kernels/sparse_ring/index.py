@@ -20,7 +20,7 @@ class VSIndex(NamedTuple):
     """The mask of `sparse_attention` for each query head of each batch row, as its lines.
 
     A line is a column (a token that all later tokens see) or a diagonal (a distance d in blocks of
-    64 tokens: block i sees block i - d). Block d counts from 0, and diagonal 0 is always present.
+    64 tokens: block i of the queries sees block i - d of the keys). Diagonal 0 is always present.
 
     `to_lists`, `check` and `described(contents=True)` copy the lines to the host, and wait for a
     GPU.
@@ -54,7 +54,7 @@ class VSIndex(NamedTuple):
     def diagonals(self) -> Tensor:
         """Returns bool [B, H, T / 64]: entry d is True if the mask contains diagonal d.
 
-        Diagonal d contains block i - d of keys for each block i of 64 queries.
+        Diagonal d means that each block i of 64 queries sees block i - d of the keys.
         """
         return diagonals(self.d_bits, self.blocks)
 

@@ -105,23 +105,24 @@ class Layout:
         return -(-max(length, 1) // self.unit) * self.unit
 
     def positions(self, T: int, rank: int) -> Tensor:
-        """Returns the token index of each row in the shard of `rank`, int64 [T / world].
+        """Returns the indices of the tokens that `rank` holds, in its order; int64 [T / world].
 
-        Pass the result as position_ids to a model that runs on shards.
+        Pass the result as position_ids to a model that runs on these tokens. T is the number of
+        tokens of the sequence, with padding.
         """
         self._require_padded(T)
         self._require_rank(rank)
         return self.position(rank, torch.arange(T // self.world, device="cpu"), T)
 
     def perm(self, T: int) -> Tensor:
-        """Returns the token indices of all shards, concatenated in the order of ranks; int64 [T].
+        """Returns the indices of the tokens that the ranks hold, rank after rank; int64 [T].
 
-        `x[layout.perm(T)]` has the shard of rank 0 first, then the shard of rank 1, and so on.
+        `x[layout.perm(T)]` has the tokens of rank 0 first, then those of rank 1, and so on.
         """
         return torch.cat([self.positions(T, rank) for rank in range(self.world)])
 
     def shard(self, x: Tensor, dim: int, rank: int) -> Tensor:
-        """Returns the shard of `rank`, copied from the tensor x of the whole sequence.
+        """Returns the tokens that `rank` holds, copied from the tensor x of the whole sequence.
 
         Args:
             x: a tensor whose dimension `dim` has the T tokens of the sequence.
@@ -133,12 +134,12 @@ class Layout:
 
     @ends_a_graph
     def unshard(self, x: Tensor, dim: int, group: RingGroups) -> Tensor:
-        """Gathers the shards of all ranks; returns the tensor of the whole sequence on every rank.
+        """Gathers the tokens of all ranks; returns the tensor of the whole sequence on every rank.
 
         Collective, not differentiable.
 
         Args:
-            x: the shard of this rank.
+            x: the tokens that this rank holds.
             dim: the dimension of the tokens.
             group: the ranks.
 
@@ -153,12 +154,13 @@ class Layout:
 
     @ends_a_graph
     def exchange(self, x: Tensor, dim: int, source: "Layout", group: RingGroups) -> Tensor:
-        """Converts a shard in the layout `source` to the shard in this layout.
+        """Moves tokens between ranks from the layout `source` to this layout.
 
-        Collective, by one all_to_all; not differentiable.
+        Returns the tokens that this rank holds in this layout. Collective, by one all_to_all; not
+        differentiable.
 
         Args:
-            x: the shard of this rank in the layout `source`.
+            x: the tokens that this rank holds in the layout `source`.
             dim: the dimension of the tokens.
             source: the layout of x.
             group: the ranks.
@@ -274,7 +276,7 @@ class ContiguousLayout(Layout):
 
 @dataclass(frozen=True)
 class ZigZagLayout(Layout):
-    """Cuts the sequence into 2 world equal parts; rank r holds parts r and 2 world - 1 - r.
+    """Cuts the sequence into 2 * world equal parts; rank r holds parts r and 2 * world - 1 - r.
 
     `world` is the number of ranks. Work is spread evenly for dense masks.
     """

@@ -22,8 +22,9 @@ BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of a numb
 class Slots(NamedTuple):
     """The tensors of a `GdnPool`. Every tensor has one entry per slot; a slot holds one sequence.
 
-    A slot has the sequence's state after its last whole chunk of 64 tokens (the anchor), and k, v,
-    g and beta of the tokens since (the tail). Token t of the sequence is entry t % 128 of its tail.
+    A slot has the sequence's state after a number of whole chunks of 64 tokens (the anchor), and k,
+    v, g and beta of the tokens since (the tail). Token t of the sequence is entry t % 128 of the
+    tail. There are H key heads of size K, and HV value heads of size V.
     The pool uses one slot for padding and never changes it. The slots of a tensor may lie any
     distance apart, for example in the pages of a cache.
 
@@ -87,6 +88,8 @@ class Extension(NamedTuple):
 class Tokens(NamedTuple):
     """The tensors of T packed tokens, as the gated delta rule uses them.
 
+    There are H key heads of size K, and HV value heads of size V.
+
     Attributes:
         q, k: [T, H, K], already divided by their L2 norm if the layer does that.
         v: [T, HV, V].
@@ -111,7 +114,7 @@ class TokenPlaces(NamedTuple):
         bounds: [N + 1]; sequence n has the rows bounds[n] to bounds[n + 1].
         owner: [rows], the number of the row's sequence; any number in unused rows.
         token: [rows], the number of the row's token, counted from the sequence's anchor (the state
-            after its last whole chunk of 64 tokens).
+            that its slot of the pool has).
         used: [rows] bool, False in unused rows.
     """
 

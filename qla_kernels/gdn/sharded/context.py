@@ -58,8 +58,8 @@ class CPContext:
         cu_seqlens_cpu: the same numbers on the CPU.
         pre_num_ranks: how many ranks before this one hold tokens of its first sequence.
         post_num_ranks: how many ranks after this one hold tokens of its last sequence.
-        layout: "contiguous" or "zigzag". Zigzag uses the following fields in place of the two
-            before.
+        layout: "contiguous" or "zigzag". Zigzag uses the following fields in place of pre_num_ranks
+            and post_num_ranks.
         part_len: number of tokens of a stretch.
         front_num_seqs: number of sequences with tokens in the first stretch.
         pre_num_ranks_by_part: for each stretch of this rank, how many stretches before it, of all
