@@ -109,10 +109,11 @@ def attend(
     return_lse: bool,
     q_shift: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """Runs `shared_prefix_attention` on checked arguments; returns (o, lse), or (o, None).
+    """Runs `shared_prefix_attention` on checked arguments; returns (o, lse).
 
-    Row i of q is the query of packed token i + q_shift; the first q_shift tokens have no query.
-    Under QLA_CHECK=1 the values of layout.tout are checked first, which waits for the device.
+    lse is None unless return_lse is True. Row i of q is the query of packed token i + q_shift; the
+    first q_shift tokens have no query. Under QLA_CHECK=1 the values of the layout's tensors are
+    checked first, which waits for the device.
     """
     if checks_contents():
         check_contents(layout)

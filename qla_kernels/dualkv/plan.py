@@ -237,7 +237,8 @@ def check_nodes(nodes: Tensor, num_tokens: int) -> None:
 def check_tout(tout: Tensor, nodes: Tensor) -> None:
     """Raises ValueError unless `tout`, int32 [T], has the values that follow from `nodes`.
 
-    Both are fields of a `SharedLayout`. Waits for the device of `tout`.
+    Both are fields of a `SharedLayout`: tout[j] is one past the last token that may see token j,
+    and a row of nodes has first token, end, and tout of a node. Waits for the device of `tout`.
     """
     if not torch.equal(tout.cpu(), per_token(nodes)):
         got = "tout with other values than those of nodes"
@@ -245,7 +246,11 @@ def check_tout(tout: Tensor, nodes: Tensor) -> None:
 
 
 def per_token(nodes: Tensor) -> Tensor:
-    """Returns the field `tout` [T] of the `SharedLayout` with these nodes [n, 3], on the CPU."""
+    """Returns `tout` [T], on the CPU: for each token, one past the last token that may see it.
+
+    A row of nodes [n, 3] has a node's first token, one past its last token, and the tout that all
+    its tokens have. A node is a run of tokens, such as a prompt.
+    """
     return nodes[:, 2].repeat_interleave(nodes[:, 1] - nodes[:, 0])
 
 
@@ -253,7 +258,7 @@ Key = tuple[int, int, int, tuple[int, int, int] | None]  # heads, key heads, q_s
 
 
 class Prepared(NamedTuple):
-    """The kernels' tables of a layout, and where they were filled.
+    """The attention kernels' tables for a `SharedLayout`, and where they were filled.
 
     Attributes:
         tables: the tables.

@@ -70,12 +70,13 @@ def refuse_unknown(op: str, kwargs: dict[str, Any]) -> None:
 
 
 def warm_bound(op: str, exact: Any, warm_log_bound: Any) -> float:
-    """Returns the log of the decay factor below which a call may omit the rest of a state.
+    """Returns the warm_log_bound of a call from its arguments `exact` and `warm_log_bound`.
 
-    A long sequence is cut into segments that run in parallel. Each starts from an estimate of the
-    state before it, which omits what has decayed by more than this factor. The log is -12 by
-    default, -104 with exact=True or under QLA_EXACT=1, and otherwise warm_log_bound; -inf omits
-    nothing. None means that an argument was not passed.
+    A long sequence is cut into segments that run in parallel. A segment may start from the last
+    tokens before it alone. This omits the state before those tokens, once it has decayed by a
+    factor below e^warm_log_bound. The result is -12 by default, -104 with exact=True or under
+    QLA_EXACT=1, and otherwise the argument; -inf omits nothing. None means that an argument was not
+    passed.
 
     Raises ValueError if exact is True and warm_log_bound is passed, or if warm_log_bound is not
     below 0; the error names `op`.
@@ -111,9 +112,10 @@ def keeping(op: str, enable_fwd_cp_cache: Any) -> bool | None:
 
 
 def is_invariant(op: str, batch_invariant: Any) -> bool:
-    """Returns batch_invariant as a bool; None means True under QLA_BATCH_INVARIANT=1, else False.
+    """Returns the argument batch_invariant of a call as a bool.
 
-    Raises ValueError for a value that is no flag; the error names `op`.
+    None means True under QLA_BATCH_INVARIANT=1, and else False. Raises ValueError for a value that
+    is no flag; the error names `op`.
     """
     if batch_invariant is None:
         return INVARIANT_BY_DEFAULT

@@ -322,18 +322,21 @@ class Latencies(NamedTuple):
     def flat(self, world: int) -> float:
         """Returns the estimated time, in ms, of one ring over all `world` ranks.
 
-        A rank has `world` steps. Each takes `chunk`, or `outer` if that is longer, because every
-        chunk may have to cross between nodes; the last step has no transfer. `fixed` is added once.
+        A rank has `world` steps. Each takes `chunk` (attention to the k and v of one rank), or
+        `outer` (sending them to another node) if that is longer; the last step has no transfer.
+        `fixed` (what a layer does once) is added.
         """
         return (world - 1) * max(self.chunk, self.outer) + self.chunk + self.fixed
 
     def hierarchical(self, world: int, inner_size: int) -> float:
         """Returns the estimated time, in ms, of a double ring over `world` ranks.
 
-        A node has `inner_size` ranks. In one turn they compute attention to all chunks that the
-        node holds and pass them around; meanwhile each rank sends one chunk to the next node. A
-        turn takes inner_size times `chunk`, or times `inner` if that is longer, and at least
-        `outer`. There are as many turns as nodes. `fixed` is added once.
+        A node has `inner_size` ranks, and a chunk is the k and v of one rank. In one turn they
+        compute attention to all chunks that the node holds and pass them around; meanwhile each
+        rank sends one chunk to the next node. A turn takes inner_size times `chunk` (attention to
+        one chunk) or `inner` (a transfer within the node), whichever is longer, and at least
+        `outer` (a transfer between nodes). There are as many turns as nodes. `fixed` (what a layer
+        does once) is added.
         """
         turn = inner_size * max(self.chunk, self.inner)
         return world // inner_size * max(turn, self.outer) + self.fixed

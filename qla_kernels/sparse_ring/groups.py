@@ -104,8 +104,8 @@ class RankRing:
     def gather(self, *tensors: Tensor) -> Pending:
         """Starts to gather each tensor on all ranks; returns the `Pending` transfers.
 
-        `Pending.wait` returns a tensor [size, ...] for each argument; row r is the tensor of rank
-        r.
+        `Pending.wait` returns a tensor [size, ...] for each argument, where size is the number of
+        ranks; row r is the tensor of rank r.
         """
         if self.group is None:
             return Pending([], [x[None] for x in tensors])
@@ -119,7 +119,8 @@ class RankRing:
     def sum(self, x: Tensor) -> Pending:
         """Starts to sum x [size, ...] over all ranks; returns the `Pending` transfer.
 
-        `Pending.wait` returns row self.rank of the sum, in a list of one tensor (a reduce-scatter).
+        size is the number of ranks. `Pending.wait` returns the row of the sum that has the number
+        of this rank, in a list of one tensor. This is a reduce-scatter.
         """
         own = torch.empty_like(x[0])
         assert self.group is not None, "more than one rank"

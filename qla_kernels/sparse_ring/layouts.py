@@ -239,7 +239,7 @@ def _dimension(op: str, x: Tensor, dim: int) -> int:
 
 @dataclass(frozen=True)
 class ContiguousLayout(Layout):
-    """Cuts the sequence into as many equal parts as ranks, `world`; rank r holds part r."""
+    """The layout that cuts a sequence into `world` equal parts; rank r of `world` holds part r."""
 
     def owner(self, token: Numbers, T: int) -> Numbers:
         """Returns the rank that holds the token at index `token` of a sequence of T tokens.
@@ -276,7 +276,7 @@ class ContiguousLayout(Layout):
 
 @dataclass(frozen=True)
 class ZigZagLayout(Layout):
-    """Cuts the sequence into 2 * world equal parts; rank r holds parts r and 2 * world - 1 - r.
+    """The layout with 2 * world equal parts; rank r holds parts r and 2 * world - 1 - r.
 
     `world` is the number of ranks. Work is spread evenly for dense masks.
     """
@@ -332,7 +332,7 @@ class ZigZagLayout(Layout):
 
 @dataclass(frozen=True)
 class StripedLayout(Layout):
-    """Cuts the sequence into stripes of `stripe` tokens and assigns them to `world` ranks in turn.
+    """The layout with stripes of `stripe` tokens, which `world` ranks get in turn.
 
     `stripe` is 64 or 128. Work is spread evenly for dense masks and for diagonals.
     """

@@ -125,7 +125,7 @@ class TokenPlaces(NamedTuple):
 
 
 class AnchorRows(NamedTuple):
-    """The states of a pool on a CPU, and for each sequence which state it reads and writes.
+    """The states of a `GdnPool` on a CPU, and which of them each sequence reads and writes.
 
     Attributes:
         anchors: [slots, HV, K, V], the states.
@@ -138,12 +138,15 @@ class AnchorRows(NamedTuple):
     ends: Tensor
 
     def start_states(self) -> Tensor:
-        """Returns the state from which each sequence starts, [N, HV, K, V]."""
+        """Returns [N, HV, K, V], the state from which each sequence starts: a slot's, or 0."""
         states = self.anchors[self.starts.clamp(min=0)]
         return torch.where((self.starts >= 0)[:, None, None, None], states, 0)
 
     def take(self, final: Tensor) -> None:
-        """Writes final states [N, HV, K, V] to the slots `ends` of `anchors`."""
+        """Writes the final state of each sequence, final [N, HV, K, V], to its slot of the pool.
+
+        Sequences whose field `ends` is negative have no slot, and are skipped.
+        """
         live = self.ends >= 0
         self.anchors[self.ends[live]] = final[live]
 

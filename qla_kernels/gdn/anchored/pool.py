@@ -26,7 +26,7 @@ DECODES, REJECTS = Programs(f"{POOL_OP}.decode"), Programs(f"{POOL_OP}.reject")
 
 
 class GdnPool:
-    """A pool of sequences that grow by prefill and decode, with the same bits as in training.
+    """Holds the states of sequences that grow by prefill and decode, with the bits of training.
 
     A slot holds one sequence, as an anchor and a tail. The anchor is the state after the last whole
     chunk of 64 tokens; the tail holds the tokens after this chunk. On a GPU, the results have the

@@ -214,10 +214,11 @@ def _unknown(got: str) -> Reason:
 
 
 def group_of(op: str, cp_context: Any) -> dist.ProcessGroup:
-    """Returns the process group of a `CPContext`, or the group of all ranks if it has none.
+    """Returns the process group of cp_context, or the group of all ranks if it has none.
 
-    Reads no other field of cp_context, so that a rank can tell the group about an error in one.
-    Raises ValueError if torch.distributed has no process group; the error names `op`.
+    cp_context is a `CPContext`, or FLA's FLACPContext, of a batch that is split over ranks. Its
+    other fields are not read, so that a rank can tell the group about an error in one. Raises
+    ValueError if torch.distributed has no process group; the error names `op`.
     """
     group = getattr(cp_context, "group", None)
     if group is None:
@@ -230,10 +231,10 @@ def group_of(op: str, cp_context: Any) -> dist.ProcessGroup:
 
 
 def place_of(op: str, cp_context: Any) -> LinePlace:
-    """Returns what a call needs of a `CPContext`, or of FLA's FLACPContext, as a `LinePlace`.
+    """Returns which part of a batch that is split over ranks this rank holds, as a `LinePlace`.
 
-    Raises ValueError if a field is absent, or if a number of ranks cannot be right for this rank of
-    the group; the error names `op`.
+    cp_context is a `CPContext`, or FLA's FLACPContext. Raises ValueError if a field is absent, or
+    if a number of ranks cannot be right for this rank of the group; the error names `op`.
     """
     layout = getattr(cp_context, "layout", CONTIGUOUS)
     names = ("cu_seqlens", *_FIELDS[layout])
