@@ -192,7 +192,7 @@ class GdnPool:
         not listed are those of `chunk_gated_delta_rule`.
 
         Args:
-            state_indices: [B], as in `prefill`.
+            state_indices: [B], the slot of each sequence, as in `prefill`.
         """
         pool = self.tensors
         arguments = (
@@ -223,11 +223,11 @@ class GdnPool:
         """Removes the last num_tokens[n] tokens of the sequence in slot state_indices[n].
 
         Args:
-            state_indices: [N], as in `decode`.
+            state_indices: [N], the slot of each sequence, as in `prefill`.
             num_tokens: [N] integers, at most the number of tokens of the last `decode`. A larger
-                number is detected only if the tail has fewer tokens (the tail holds the tokens
-                after the last whole chunk). A CPU call, and any call under QLA_CHECK=1, then raises
-                ValueError; otherwise, on a GPU, the sequence continues from its anchor.
+                number is detected only if the slot stores fewer tokens: it stores those after the
+                last whole chunk of 64. A CPU call, and any call under QLA_CHECK=1, then raises
+                ValueError; otherwise, on a GPU, all stored tokens are removed.
         """
         lengths, anchored = self.tensors.lengths, self.tensors.anchored
         arguments = lengths, anchored, state_indices, num_tokens, self.null_slot
