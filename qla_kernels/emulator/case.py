@@ -49,7 +49,12 @@ def emulated(module: jit.KernelModule, variant: object) -> EmulatedKernel:
     lowering.imported()  # before the file's own code needs it
     traced = jit.trace(module, variant)
     with jit.short_errors(module, variant, EmulationError):
-        return EmulatedKernel(traced, module.PASS_CONFIGS)
+        kernel = EmulatedKernel(traced, module.PASS_CONFIGS)
+    if hasattr(module, "schedule"):
+        plan = module.schedule(variant)
+        names = [role.name for role in plan.roles]
+        kernel.roles = ", ".join(f"{x} {plan.start(x)}..{plan.end(x) - 1}" for x in names)
+    return kernel
 
 
 def check(kernel: EmulatedKernel, case: Case, seed: int) -> float:

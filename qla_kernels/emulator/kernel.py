@@ -41,6 +41,7 @@ class EmulatedKernel:
         self.lowered = lower(prim_func, pass_configs or {})
         self.executable = build(self.lowered)
         self.share_named_barriers = share_named_barriers
+        self.roles = ""  # threads of each role, for reports
 
     @property
     def name(self) -> str:
@@ -75,6 +76,6 @@ class EmulatedKernel:
         try:
             process.run(self.executable, names, arguments, options, time_limit)
         except EmulationError as error:
-            raise EmulationError(
-                f"{error}\n  seed {seed}; source: {self.executable.with_name('kernel.cpp')}"
-            ) from None
+            roles = f"\n  roles: {self.roles}" if self.roles else ""
+            source = self.executable.with_name("kernel.cpp")
+            raise EmulationError(f"{error}{roles}\n  seed {seed}; source: {source}") from None

@@ -13,6 +13,7 @@ struct MBarrier {
   long phase = 0;       // the open phase; its parity is phase & 1
   long loaded = -1;     // the latest phase that a copy fills
   long seen = 0;        // phases that some wait has seen the end of
+  uint32_t arrived[kMostWarpgroups] = {};  // time of a warpgroup's last arrival
 
   void arrive();
   void expect(long count) { bytes += count; }
@@ -37,11 +38,11 @@ struct alignas(8) Barrier {
   void wait(int parity, emu::Where where = emu::Where::current());
   bool try_wait(int parity);
   bool test_wait(int parity) { return try_wait(parity); }
-  void arrive() { state("arrive").arrive(); }
+  void arrive(emu::Where where = emu::Where::current());
   void expect_transaction(uint32_t bytes) { state("expect_transaction").expect(bytes); }
-  void arrive_and_expect_tx(uint32_t bytes) {
+  void arrive_and_expect_tx(uint32_t bytes, emu::Where where = emu::Where::current()) {
     expect_transaction(bytes);
-    arrive();
+    arrive(where);
   }
   emu::MBarrier& state(const char* operation);
 };
@@ -60,10 +61,13 @@ inline void mbarrier_wait(uint64_t& b, int parity, emu::Where where = emu::Where
 inline uint32_t mbarrier_try_wait(uint64_t& b, int parity) {
   return as_barrier(b).try_wait(parity);
 }
-inline void mbarrier_arrive(uint64_t& b) { as_barrier(b).arrive(); }
+inline void mbarrier_arrive(uint64_t& b, emu::Where where = emu::Where::current()) {
+  as_barrier(b).arrive(where);
+}
 inline void mbarrier_expect_tx(uint64_t& b, uint32_t n) { as_barrier(b).expect_transaction(n); }
-inline void mbarrier_arrive_expect_tx(uint64_t& b, uint32_t n) {
-  as_barrier(b).arrive_and_expect_tx(n);
+inline void mbarrier_arrive_expect_tx(uint64_t& b, uint32_t n,
+                                      emu::Where where = emu::Where::current()) {
+  as_barrier(b).arrive_and_expect_tx(n, where);
 }
 
 }  // namespace tl

@@ -22,6 +22,7 @@ namespace emu {
 
 constexpr int kWarp = 32;
 constexpr int kWarpgroup = 128;
+constexpr int kMostWarpgroups = 8;  // of a block
 using Where = std::source_location;  // the line of the generated kernel, for reports
 
 // Reports the mistake with the state of every thread of the block, and ends the process.
@@ -51,6 +52,13 @@ struct Pending {
   std::function<void()> land;
 };
 
+// What an operation in flight reads: shared memory that may be written again once the mbarrier with
+// this number is complete.
+struct Guarded {
+  int guard = -1;  // -1: none
+  uint32_t shared = 0;
+};
+
 // ---- threads ----
 
 // Why a fiber is suspended: asked again by the scheduler, described in reports.
@@ -69,9 +77,11 @@ struct Thread {
   ucontext_t entry;
 
   uint32_t fenced = 0;  // time of the last proxy fence
+  int guard = -1;       // number of the mbarrier that it waited for last
   Groups stores, cp_asyncs, wgmmas;
+  std::vector<std::pair<int, Guarded>> storing;  // TMA stores by their groups
   std::vector<long> wgmmas_committed;  // wgmma instructions issued up to the end of each open group
-  long wgmmas_issued = 0;
+  long wgmmas_issued = 0, wgmmas_waited = 0;
 };
 
 struct Meeting;       // warp.h
@@ -90,7 +100,7 @@ struct Block {
   dim3 index, grid, shape;
   Schedule schedule;
   uint64_t random;
-  uint32_t clock = 1;  // counts proxy fences, and issues of what reads shared memory later
+  uint32_t clock = 1;  // counts fences, arrivals, and issues of what reads shared memory later
   std::deque<Thread> threads;
   std::deque<Pending> pending;
   const Pending* landing = nullptr;  // the copy being carried out, when no thread runs

@@ -2,7 +2,9 @@
 // faults. It starts out as bytes 0xff, which is NaN in every format.
 //
 // Every 16 bytes have a note of the last write: build.py has g++ call __asan_store* before each
-// store of a kernel. The time is that of Block::clock, which fences and issues move on.
+// store of a kernel. The time is that of Block::clock, which fences, arrivals and issues move on.
+// The guard is the mbarrier that the writer waited for last: in a ring, it says that the slot is
+// free. A reader that signals it gives the slot away, and must be done with it.
 #pragma once
 
 #include "scheduler.h"
@@ -13,7 +15,7 @@ struct Write {
   static constexpr int kBytes = 16;  // no operand of wgmma, and no box, has a part of them
   static constexpr int kCopy = -1;   // by the async proxy: a load of TMA
   uint32_t time = 0;
-  int thread = kCopy;
+  int16_t thread = kCopy, guard = -1;
 };
 
 struct SharedMemory {
@@ -33,11 +35,11 @@ struct SharedWindow {
 };
 extern thread_local SharedWindow shared_window;
 
-inline void note_write(const void* shared, size_t bytes, int thread) {
+inline void note_write(const void* shared, size_t bytes, int thread, int guard) {
   auto first = size_t(static_cast<const uint8_t*>(shared) - block->shared->begin);
   size_t last = (first + bytes - 1) / Write::kBytes;
   for (size_t i = first / Write::kBytes; i <= last; ++i)
-    block->shared->writes[i] = {block->clock, thread};
+    block->shared->writes[i] = {block->clock, int16_t(thread), int16_t(guard)};
 }
 
 // Whether a thread wrote the 16 bytes that the async proxy is about to read, and no fence of it, or
@@ -53,8 +55,14 @@ inline bool overwritten(uint32_t shared, uint32_t issued) {
   return block->shared->writes[shared / Write::kBytes].time >= issued;
 }
 
+// What guards the 16 bytes; nothing if the running thread's warpgroup has given them away already,
+// so that they are not its own: it may read them, and ignore what it read.
+Guarded guarded(uint32_t shared);
+
 std::string about_unfenced(const char* reader, const Where& where, uint32_t shared);
 std::string about_overwritten(const char* reader, const Where& where, uint32_t shared);
+std::string about_given_away(const std::string& reader, const Guarded& read, const Where& where,
+                             const char* wait);
 
 void* allocate_static_shared(size_t bytes, size_t alignment);
 

@@ -2,6 +2,8 @@
 // only when a wait forces them to.
 #pragma once
 
+#include <array>
+
 #include "float16.h"
 #include "shared_memory.h"
 
@@ -48,10 +50,12 @@ struct Wgmma {
   WgmmaShape shape;
   uint64_t a = 0, b = 0;  // descriptors
   int issued = 0;         // threads that have issued it
+  int waited = 0;         // threads that have waited for it
   bool done = false;
   bool unfenced = false;  // then its numbers are NaN
   uint32_t time = 0;      // at which the last of them did
   Where where;
+  std::array<Guarded, 4> reads;  // the first and the last piece of each operand
   const uint32_t* a_registers[kWarpgroup];
   float* accumulators[kWarpgroup];
   bool accumulate[kWarpgroup];
@@ -69,6 +73,7 @@ void issue_wgmma(const WgmmaShape& shape, uint64_t a, const uint32_t* a_register
                  float* accumulators, bool accumulate, Where where);
 void commit_wgmmas();
 void wait_for_wgmmas(int in_flight, Where where);
+void check_done_with(int guard, Where where);  // fails if a product of this thread still reads it
 
 }  // namespace emu
 

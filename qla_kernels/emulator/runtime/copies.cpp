@@ -20,6 +20,9 @@ void start_store(uint32_t shared, uint32_t bytes, Land land) {
     if (unfenced(i)) fail("%s", about_unfenced(reader, Where(), i).c_str());
   Groups& groups = current->stores;
   groups.last_used = groups.open;
+  if (bytes)
+    for (uint32_t piece : {shared, shared + bytes - Write::kBytes})
+      current->storing.push_back({groups.open, guarded(piece)});
   start(Copy::TmaStore, groups.open, [=, issued = ++block->clock] {
     for (uint32_t i = shared; i < shared + bytes; i += Write::kBytes)
       if (overwritten(i, issued)) fail("%s", about_overwritten(reader, Where(), i).c_str());
@@ -96,13 +99,13 @@ Box checked_box(const char* operation, const CUtensorMap& descriptor, const void
 
 void tma_load(const Box& box, Barrier& barrier) {
   note_load(barrier);
-  start(Copy::TmaLoad, 0, [box, &barrier] {
+  start(Copy::TmaLoad, 0, [box, &barrier, guard = current->guard] {
     int fill = box.map->fill_nan ? 0xff : 0;
     visit_box(box, [&](const uint8_t* global, uint32_t shared, int bytes) {
       if (global) std::memcpy(shared_pointer(shared), global, bytes);
       else std::memset(shared_pointer(shared), fill, bytes);
     });
-    note_write(shared_pointer(box.shared), box_bytes(*box.map), Write::kCopy);
+    note_write(shared_pointer(box.shared), box_bytes(*box.map), Write::kCopy, guard);
     barrier.state("load").complete(box_bytes(*box.map));
   });
 }
@@ -138,9 +141,9 @@ void tma_store_add(const Box& box) {
 void bulk_load(void* shared, const void* global, Barrier& barrier, uint32_t bytes) {
   check_bulk("bulk load", global, shared, bytes);
   note_load(barrier);
-  start(Copy::TmaLoad, 0, [=, &barrier] {
+  start(Copy::TmaLoad, 0, [=, &barrier, guard = current->guard] {
     std::memcpy(shared, global, bytes);
-    note_write(shared, bytes, Write::kCopy);
+    note_write(shared, bytes, Write::kCopy, guard);
     barrier.state("load").complete(bytes);
   });
 }
@@ -161,6 +164,14 @@ void wait_for_groups(Copy kind, Groups& groups, int in_flight) {
   int last = groups.open - 1 - in_flight;
   finish(current, kind, last);
   groups.last_waited = std::max(groups.last_waited, last);
+  if (kind == Copy::TmaStore)
+    std::erase_if(current->storing, [&](const auto& store) { return store.first <= last; });
+}
+
+void check_stored(int guard, Where where) {
+  for (const auto& [group, read] : current->storing)
+    if (read.guard == guard)
+      fail("%s", about_given_away("TMA store", read, where, "T.tma_store_wait").c_str());
 }
 
 void cp_async(void* shared, const void* global, int bytes, bool copy) {
@@ -168,8 +179,8 @@ void cp_async(void* shared, const void* global, int bytes, bool copy) {
     fail("cp.async: addresses must be multiples of its %d bytes", bytes);
   Groups& groups = current->cp_asyncs;
   groups.last_used = groups.open;
-  start(Copy::CpAsync, groups.open, [=, thread = current->index] {
-    note_write(shared, bytes, thread);
+  start(Copy::CpAsync, groups.open, [=, thread = current->index, guard = current->guard] {
+    note_write(shared, bytes, thread, guard);
     if (copy) std::memcpy(shared, global, bytes);
     else std::memset(shared, 0, bytes);
   });

@@ -255,6 +255,14 @@ std::string about_overwritten(const char* reader, const Where& where, uint32_t s
                 place(shared).c_str(), writer.c_str());
 }
 
+std::string about_given_away(const std::string& reader, const Guarded& read, const Where& where,
+                             const char* wait) {
+  return format("arrives at %s%s while its %s still reads %s, which is written again once that "
+                "barrier is complete: arrive, or release the slot, behind %s",
+                block->mbarriers[read.guard].name.c_str(), at(where).c_str(), reader.c_str(),
+                place(read.shared).c_str(), wait);
+}
+
 void* allocate_static_shared(size_t bytes, size_t alignment) {
   SharedMemory& shared = *block->shared;
   size_t begin = (shared.static_bytes + alignment - 1) / alignment * alignment;
@@ -271,7 +279,7 @@ void* allocate_static_shared(size_t bytes, size_t alignment) {
 #define EMU_STORE(N)                                                          \
   extern "C" void __asan_store##N##_noabort(const uint8_t* to) {          \
     if (size_t(to - emu::shared_window.begin) < emu::shared_window.bytes)     \
-      emu::note_write(to, N, emu::current->index);                            \
+      emu::note_write(to, N, emu::current->index, emu::current->guard);       \
   }
 EMU_STORE(1)
 EMU_STORE(2)
@@ -281,7 +289,7 @@ EMU_STORE(16)
 #undef EMU_STORE
 extern "C" void __asan_storeN_noabort(const uint8_t* to, size_t bytes) {
   if (bytes && size_t(to - emu::shared_window.begin) < emu::shared_window.bytes)
-    emu::note_write(to, bytes, emu::current->index);
+    emu::note_write(to, bytes, emu::current->index, emu::current->guard);
 }
 extern "C" void __asan_handle_no_return() {}
 extern "C" void __asan_before_dynamic_init(const char*) {}

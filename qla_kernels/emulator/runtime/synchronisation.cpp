@@ -1,7 +1,10 @@
 // mbarriers, named barriers and warp meetings.
 #include "../device/mbarrier.h"
 #include "../device/named_barrier.h"
+#include "../device/shared_memory.h"
+#include "../device/tma.h"
 #include "../device/warp.h"
+#include "../device/wgmma.h"
 #include "launch.h"
 
 // ---- mbarriers ----
@@ -43,6 +46,13 @@ void name_mbarriers(const char* name, const void* first, int count) {
                       count == 1 ? std::string(name) : format("%s[%d]", name, i));
 }
 
+Guarded guarded(uint32_t shared) {
+  const Write& write = block->shared->writes[shared / Write::kBytes];
+  if (write.guard < 0) return {};
+  bool given = block->mbarriers[write.guard].arrived[current->index / kWarpgroup] > write.time;
+  return {given ? -1 : write.guard, shared};
+}
+
 }  // namespace emu
 
 void Barrier::init(uint32_t count) {
@@ -64,11 +74,20 @@ emu::MBarrier& Barrier::state(const char* operation) {
   return barriers[word];
 }
 
+void Barrier::arrive(emu::Where where) {
+  emu::MBarrier& barrier = state("arrive");
+  emu::check_done_with(int(word), where);
+  emu::check_stored(int(word), where);
+  barrier.arrived[emu::current->index / emu::kWarpgroup] = ++emu::block->clock;
+  barrier.arrive();
+}
+
 void Barrier::wait(int parity, emu::Where where) {
   emu::MBarrier& barrier = state("wait");
   emu::wait_until([&] { return barrier.passed(parity); },
                   [&] { return "waiting for " + barrier.describe(parity) + emu::at(where); });
   barrier.seen = std::max(barrier.seen, barrier.phase);
+  emu::current->guard = int(word);
 }
 
 bool Barrier::try_wait(int parity) {
@@ -76,6 +95,7 @@ bool Barrier::try_wait(int parity) {
   if (!barrier.passed(parity)) emu::suspend();  // let the others move: callers poll
   if (!barrier.passed(parity)) return false;
   barrier.seen = std::max(barrier.seen, barrier.phase);
+  emu::current->guard = int(word);
   return true;
 }
 

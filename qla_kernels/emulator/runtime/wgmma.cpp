@@ -105,9 +105,22 @@ void execute(const Wgmma& w) {
 
 WgmmaQueue& my_queue() { return block->warpgroups[current->index / kWarpgroup]; }
 
+std::array<Guarded, 4> guarded_operands(const Wgmma& w) {
+  const WgmmaShape& shape = w.shape;
+  auto at = [](uint64_t descriptor, bool mn_major, tl::DataType type, int mn, int k) {
+    return guarded(element_address(descriptor, mn_major, bytes_of(type), mn, k));
+  };
+  std::array<Guarded, 4> reads = {at(w.b, shape.b_mn_major, shape.b, 0, 0),
+                                  at(w.b, shape.b_mn_major, shape.b, shape.n - 1, shape.k - 1)};
+  if (shape.a_in_registers) return reads;
+  reads[2] = at(w.a, shape.a_mn_major, shape.a, 0, 0);
+  reads[3] = at(w.a, shape.a_mn_major, shape.a, kRows - 1, shape.k - 1);
+  return reads;
+}
+
 // Instructions that every thread of the warpgroup has issued and waited past are forgotten.
 void drop_finished(WgmmaQueue& queue) {
-  while (!queue.instructions.empty() && queue.instructions.front().done) {
+  while (!queue.instructions.empty() && queue.instructions.front().waited == kWarpgroup) {
     queue.instructions.pop_front();
     ++queue.first;
   }
@@ -131,9 +144,12 @@ void issue_wgmma(const WgmmaShape& shape, uint64_t a, const uint32_t* a_register
   w.a_registers[t] = a_registers;
   w.accumulators[t] = accumulators;
   w.accumulate[t] = accumulate;
+  if (!w.issued) {
+    w.where = where;
+    w.reads = guarded_operands(w);
+  }
   if (++w.issued == kWarpgroup) {
     w.time = ++block->clock;
-    w.where = where;
     visit_operands(w, [&](uint32_t address) {
       if (!unfenced(address)) return;
       note(about_unfenced("wgmma", where, address));
@@ -174,8 +190,21 @@ void wait_for_wgmmas(int in_flight, Where where) {
     Wgmma& w = queue.instructions[i - queue.first];
     if (!w.done) execute(w);
     w.done = true;
+    if (i >= current->wgmmas_waited) ++w.waited;
   }
+  current->wgmmas_waited = needed;
   drop_finished(queue);
+}
+
+void check_done_with(int guard, Where where) {
+  if (current->wgmmas_waited == current->wgmmas_issued) return;
+  WgmmaQueue& queue = my_queue();
+  for (long i = current->wgmmas_waited; i < current->wgmmas_issued; ++i) {
+    const Wgmma& w = queue.instructions[i - queue.first];
+    for (const Guarded& read : w.reads)
+      if (read.guard == guard)
+        fail("%s", about_given_away("wgmma" + at(w.where), read, where, "T.wait_wgmma").c_str());
+  }
 }
 
 }  // namespace emu
