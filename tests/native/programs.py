@@ -5,10 +5,12 @@ it has to be started by `standin.run`. The function under test is `_work`, with 
 entry of behaviour.py: two launches, views, rooms, a fill and copies.
 """
 
+import gc
 import os
 import struct
 import sys
 import threading
+import tracemalloc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -560,6 +562,48 @@ def too_many_bases() -> None:
         with pytest.raises(ValueError, match=f"a step with {text}; need at most 24, and an offset"):
             NATIVE.store(table.find.__self__, given, given, (0,), 100, (), 0, (step,), None)
         assert len(table) == 1
+
+
+def refused_programs() -> None:
+    """Programs and forms that are refused, or not needed any more, leave nothing behind."""
+    table, given = _known(*_inputs()), (torch.empty(1, 3),)
+    held, tables = object(), (object(),)
+    no_form = struct.pack("q", 0)
+    form = struct.pack("7q", 1, 1, 0, 0, 0, 0, 0)  # a node, the constant 0: the workspace's size
+    wait = 1, 0, (), (), (1,)  # which has an event
+    wrong = 2, 0, (0,) * 25, (0,) * 25, (0, 4)
+
+    def store(table: Programs, *steps: Any) -> int:
+        return NATIVE.store(table.find.__self__, given, (), (), 0, (), 0, steps, held)
+
+    def opens(table: Programs, code: bytes, *steps: Any) -> bool:
+        arguments = given, (), (), (), 0, steps, held, code, tables
+        return NATIVE.open_form(table.find.__self__, *arguments)
+
+    store(table)
+
+    def refuse(times: int) -> int:
+        for _ in range(times):
+            with pytest.raises(ValueError, match="a step with 25 bases"):
+                store(table, wait, wrong)
+            with pytest.raises(ValueError, match="a step with 25 bases"):
+                opens(table, form, wait, wrong)
+            assert not opens(table, no_form, wait)
+            assert store(table, wait) == programs.DIFFERS
+            other = Programs("test", tokens=[0])
+            other.find(*given)
+            assert opens(other, form, wait)
+            assert store(other) == programs.DIFFERS  # from the program that the form makes
+        del other
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    first, references = refuse(10), [sys.getrefcount(x) for x in (held, form, no_form, tables)]
+    assert refuse(100) - first < 20_000  # bytes; a program has 2,000 and more
+    tracemalloc.stop()
+    assert [sys.getrefcount(x) for x in (held, form, no_form, tables)] == references
+    assert DRIVER["events"] == 0
 
 
 def forgotten_beside_a_call() -> None:
