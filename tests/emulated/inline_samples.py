@@ -103,12 +103,12 @@ def passing(blocks: int, step: int) -> Any:
     return passing
 
 
-def calling(source: str, call: str) -> Any:
-    """A kernel of 128 threads that only calls `call`, defined by `source`, on x."""
+def calling(source: str, call: str, threads: int = 128) -> Any:
+    """A kernel that only calls `call`, defined by `source`, on x."""
 
     @T.prim_func
     def calling(x: T.Tensor((128,), F32)):
-        with T.Kernel(1, threads=128) as _:
+        with T.Kernel(1, threads=threads) as _:
             T.import_source(source)
             T.call_extern("handle", call, T.access_ptr(x[0], "w"))
 

@@ -107,6 +107,46 @@ def test_a_product_that_nobody_waits_for_is_reported() -> None:
         kernel(torch.zeros(128))
 
 
+EARLIER = """__device__ void f(float* x) {
+  __shared__ __align__(128) bfloat16_t ones[2][64 * 16];
+  __shared__ uint64_t ready[1];
+  if (threadIdx.x == 0) tl::mbarrier_init(ready[0], 128);
+  for (int i = threadIdx.x; i < 2 * 64 * 16; i += 256) ones[0][i] = bfloat16_t(1.0f);
+  tl::fence_proxy_async();
+  __syncthreads();
+  if (threadIdx.x >= 128) {
+    tl::mbarrier_wait(ready[0], 0);
+    if (threadIdx.x == 128) ones[1][0] = bfloat16_t(3.0f);
+    return;
+  }
+  float c[2][4];
+  constexpr auto bf16 = tl::DataType::kBFloat16;
+  for (int i = 0; i < 2; ++i) {
+    tl::GmmaDescriptor at;
+    tl::initialize_wgmma_descriptor<0, 8, 16>(at, ones[i]);
+    tl::wgmma_ss<bf16, bf16, tl::DataType::kFloat32, 64, 8, 16, false, false>(
+        uint64_t(at), uint64_t(at), reinterpret_cast<uint32_t*>(c[i]), false);
+    tl::warpgroup_commit_batch();
+  }
+  tl::wait_wgmma<1>();
+  tl::mbarrier_arrive(ready[0]);
+  tl::wait_wgmma<0>();
+  x[threadIdx.x] = c[0][0] + c[1][0];
+}
+"""
+
+
+def test_threads_that_wait_for_an_earlier_product_go_on_before_the_later_one(capsys) -> None:
+    """They once waited until all that any thread of the warpgroup had asked for was done."""
+    kernel = EmulatedKernel(inline_samples.calling(EARLIER, "f", threads=256))
+    x, seen = torch.zeros(128), []
+    for seed in range(16):
+        kernel(x, seed=seed)
+        seen.append("still reads a static shared array, and thread 128" in capsys.readouterr().out)
+        assert x[0] == (40 if seen[-1] else 32)
+    assert any(seen)
+
+
 STORE = """__device__ void f(float* x) {
   __shared__ __align__(16) float s[4];
   __shared__ uint64_t free[1];

@@ -51,7 +51,6 @@ struct Wgmma {
   uint64_t a = 0, b = 0;  // descriptors
   int issued = 0;         // threads that have issued it
   int waited = 0;         // threads that have waited for it
-  bool done = false;
   bool unfenced = false;  // then its numbers are NaN
   uint32_t time = 0;      // at which the last of them did
   Where where;
@@ -65,6 +64,7 @@ struct WgmmaQueue {
   std::deque<Wgmma> instructions;
   long first = 0;      // position of instructions.front() among all that were issued
   long requested = 0;  // instructions that some wait has asked for
+  long done = 0;       // instructions that were carried out
   static constexpr int kLatest = -1;  // until nothing else can move
   int busy = 0;        // scheduler rounds until the requested ones are done
 };

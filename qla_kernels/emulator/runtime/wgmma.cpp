@@ -185,14 +185,13 @@ void wait_for_wgmmas(int in_flight, Where where) {
     bool at_once = block->schedule == Schedule::Eager || one_in(2);
     queue.busy = at_once ? 0 : one_in(2) ? WgmmaQueue::kLatest : int(random_bits() % 32);
   }
-  wait_until([&] { return queue.busy == 0; }, [&] { return "waiting for wgmma" + at(where); });
-  for (long i = queue.first; i < needed; ++i) {
-    Wgmma& w = queue.instructions[i - queue.first];
-    if (!w.done) execute(w);
-    w.done = true;
-    if (i >= current->wgmmas_waited) ++w.waited;
-  }
-  current->wgmmas_waited = needed;
+  // a wait for later ones, by a thread that is ahead, holds nobody up who waits for these
+  wait_until([&] { return queue.busy == 0 || queue.done >= needed; },
+             [&] { return "waiting for wgmma" + at(where); });
+  for (; queue.done < needed; ++queue.done)
+    execute(queue.instructions[queue.done - queue.first]);
+  for (long& i = current->wgmmas_waited; i < needed; ++i)
+    ++queue.instructions[i - queue.first].waited;
   drop_finished(queue);
 }
 
