@@ -34,16 +34,20 @@ class GatedRMSNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, silu: bool, *tables: Tensor
     ) -> Tensor:
-        ctx.eps, ctx.silu = eps, silu
+        ctx.eps, ctx.silu, ctx.unpacked = eps, silu, None
         ctx.save_for_backward(x, gate, weight, *tables)
         return ops.forward(x, gate, weight, list(tables), eps, silu)
 
     @staticmethod
     @refuse_second_derivative(OP)
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, gate, weight, *tables = ctx.saved_tensors
+        x, gate, weight, *tables = ctx.unpacked or ctx.saved_tensors
+        ctx.unpacked = None
         done = ops.backward(dy, x, gate, weight, tables, ctx.eps, ctx.silu)
         return *done, None, None, *[None] * len(tables)
+
+
+_NODE = GatedRMSNorm._backward_cls  # type: ignore[attr-defined]
 
 
 class _Packed(NamedTuple):
@@ -60,10 +64,12 @@ def without_saving(y: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor:
     active, such as those of activation checkpointing. Without gradients, and in compiled code,
     where the compiler decides what to keep, this only calls `project`.
     """
+    if torch.compiler.is_compiling() or not y.numel():
+        return project(y)
     node = y.grad_fn
-    while node is not None and not isinstance(node, GatedRMSNorm._backward_cls):
+    while node is not None and not isinstance(node, _NODE):
         node = node.next_functions[0][0] if node.next_functions else None
-    if torch.compiler.is_compiling() or node is None or not y.numel():
+    if node is None:
         return project(y)
     place = y.data_ptr(), y.numel(), y.dtype
     others = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -75,7 +81,8 @@ def without_saving(y: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor:
 
     def unpack(kept: Any) -> Tensor:
         if isinstance(kept, torch.Size):
-            x, gate, weight, *tables = node.saved_tensors
+            # kept for the norm's backward: activation checkpointing hands them out only once
+            node.unpacked = x, gate, weight, *tables = node.saved_tensors
             return ops.forward(x, gate, weight, tables, node.eps, node.silu).view(kept)
         return kept if isinstance(kept, Tensor) else others[1](kept.value)
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
 from qla_kernels import SharedLayout, Unsupported
+from qla_kernels.integrations import mixers
 from qla_kernels.integrations import transformers as swapping
 from qla_kernels.integrations import transformers_dualkv as hook
 from tests.tiny_hybrids import (
@@ -90,15 +91,21 @@ def test_a_layout_that_recomputation_loses_would_be_noticed(reentrant, use, monk
     model, batch = use(hybrid("Qwen3Next").double()), packed(texts())
     hook.prepare(model)
     wanted = gradients(model, together(model, batch).sum())
-    run, calls = swapping.rule, []
+    calls: list[Any] = []
 
-    def loses(*args: Any, layout: Any, **kwargs: Any) -> Any:
-        calls.append(layout)
-        if len(calls) > 3:
-            return swapping.chunk_gated_delta_rule(*args, **kwargs)
-        return run(*args, layout=layout, **kwargs)
+    def loses(run: Any, otherwise: Any) -> Any:
+        def called(*args: Any, layout: Any, **kwargs: Any) -> Any:
+            calls.append(layout)
+            if len(calls) > 3:
+                return otherwise(*args, **kwargs)
+            return run(*args, layout=layout, **kwargs)
 
-    monkeypatch.setattr(swapping, "rule", loses)
+        return called
+
+    function = loses(swapping.rule, swapping.chunk_gated_delta_rule)
+    monkeypatch.setattr(swapping, "rule", function)
+    layer = mixers.gated_delta_net
+    monkeypatch.setattr(mixers, "gated_delta_net", loses(layer, layer))
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
     loss = together(model, batch).sum()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from qla_kernels import Unsupported
+from qla_kernels.integrations import mixers
 from qla_kernels.integrations import transformers as swapping
 from tests import swap_ranks
 from tests.compare import relative_l2
@@ -199,9 +200,9 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_swap_in_either_order(way, first, monkeypatch):
     want = step(WAYS[way](hybrid(KIND)))
-    calls, ours = [], swapping.chunk_gated_delta_rule
+    calls, ours = [], mixers.gated_delta_net
     counted = lambda *args, **more: (calls.append(1), ours(*args, **more))[1]  # noqa: E731
-    monkeypatch.setattr(swapping, "chunk_gated_delta_rule", counted)
+    monkeypatch.setattr(mixers, "gated_delta_net", counted)
     model = hybrid(KIND)
     if first == "swap":
         swapping.swap(model)
