@@ -263,15 +263,27 @@ def _is_gated(norm: nn.Module) -> bool:
 
 
 @functools.cache
-def _kind_of(layer_class: type, home: ModuleType) -> Kind | None:
+def _kind_of(layer_class: Any, home: ModuleType) -> Kind | None:
     """Returns the kind of a class of layers; None if we do not know its forward."""
-    own = next((kind for kind in layer_class.__mro__ if "forward" in kind.__dict__), None)
-    if own is None or own.__module__ != home.__name__ or not hasattr(home, MASKING):
+    if not hasattr(home, MASKING) or not _is_of(layer_class.forward, home):
         return None
-    names, numbers = _names(own.__dict__["forward"])
+    names, numbers = _names(layer_class.forward)
     names = frozenset(name for name in names - REPEATS if OF_CACHES.search(name) is None)
     found = (kind for kind in KINDS if (kind.names, kind.numbers) == (names, numbers))
     return next(found, None)
+
+
+def _is_of(function: Any, home: ModuleType) -> bool:
+    """Returns whether a function and all that it wraps are of the module's package.
+
+    Another library may have put a function around a forward, or in its place.
+    """
+    package = home.__name__.partition(".")[0]
+    while function is not None:
+        if getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0] != package:
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
 
 
 @functools.cache

@@ -28,6 +28,8 @@ from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.tree import launch as tree_launch
 from qla_kernels.gdn.tree import ops as tree_ops
 from qla_kernels.hybrid import step
+from qla_kernels.norm import launch as norm_launch
+from qla_kernels.norm import ops as norm_ops
 from qla_kernels.sparse_ring import build, gradients, ring
 from qla_kernels.sparse_ring import launch as sparse_launch
 from tests import lowered
@@ -56,6 +58,7 @@ def install() -> None:
     _replace(step, conv_launch, "conv_update")
     _replace(verify, launch_recurrent, "gdn_verify")
     _replace(conv_ops, conv_launch, "conv_fwd", "conv_bwd")
+    _replace(norm_ops, norm_launch, "gated_norm_fwd", "gated_norm_bwd")
     dualkv_ops.dualkv_fwd, dualkv_ops.dualkv_bwd = _dualkv_fwd, _dualkv_bwd
     for module in (build, gradients, ring):
         assert callable(module.launches)

@@ -7,6 +7,7 @@ from tests.fuzz import (
     dualkv_packing,
     gdn,
     makers,
+    norm,
     sparse,
     sparse_layouts,
 )
@@ -15,6 +16,7 @@ from tests.fuzz.target import Target
 TARGETS: dict[str, Target] = {
     **gdn.TARGETS,
     **conv.TARGETS,
+    **norm.TARGETS,
     **dualkv_attention.TARGETS,
     **dualkv_packing.TARGETS,
     **dualkv_batch.TARGETS,
@@ -40,6 +42,7 @@ ON_KERNELS = (
     "gdn.recurrent",
     "conv.causal",
     "conv.shared",
+    "norm.gated",
     "dualkv.attention",
     "dualkv.varlen",
     "sparse_ring.sparse_attention",

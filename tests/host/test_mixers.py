@@ -2,8 +2,10 @@
 
 import copy
 import functools
+import inspect
 import pickle
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -177,32 +179,50 @@ def test_hooks_of_modules_that_are_not_called_keep_the_layers_forward(of, runs):
     assert len(seen) == (of == "norm")  # the layer uses the convolution's weight alone
 
 
-class AnotherForward(nn.Module):
-    """As a release whose layers compute something else."""
+@pytest.fixture
+def of_a_release(monkeypatch) -> Iterator[Callable[[Any], nn.Module]]:
+    """Returns a model whose layers' class has another forward."""
+
+    def made(changed: Any) -> nn.Module:
+        model = hybrid("Qwen3.5")
+        kind = type(layers(model)[0])
+        monkeypatch.setattr(kind, "forward", changed(kind.forward))
+        mixers._kind_of.cache_clear()
+        return model
+
+    yield made
+    mixers._kind_of.cache_clear()
 
 
-def test_a_forward_that_is_not_known_stays(monkeypatch, runs, caplog):
-    model = hybrid("Qwen3.5")
-    kind = type(layers(model)[0])
-    theirs = kind.forward
+def around(theirs: Any) -> Any:
+    """Another library's function around the forward."""
 
     @functools.wraps(theirs)
-    def changed(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
-        return theirs.__wrapped__(self, hidden_states.tanh(), cache_params, attention_mask, **kwargs)
+    def forward(self, hidden_states, *args, **kwargs):
+        return theirs(self, hidden_states.tanh(), *args, **kwargs)
 
-    changed.__wrapped__ = None  # what is known is the code that runs
-    del changed.__wrapped__
-    monkeypatch.setattr(kind, "forward", changed)
-    mixers._kind_of.cache_clear()
-    try:
-        want = step(model)
-        assert swapping.swap(model, recompute=True) == 3
-        assert not swapping.whole(model)
-        assert "no layer's forward is one that we know" in caplog.text
-        assert_agree(step(model), want)
-        assert not runs
-    finally:
-        mixers._kind_of.cache_clear()
+    return forward
+
+
+def of_other_names(theirs: Any) -> Any:
+    """A forward that uses one name more than those that we know."""
+    code = inspect.unwrap(theirs).__code__
+    found = types.FunctionType(
+        code.replace(co_names=(*code.co_names, "another")), inspect.unwrap(theirs).__globals__
+    )
+    found.__defaults__ = inspect.unwrap(theirs).__defaults__
+    return found
+
+
+@pytest.mark.parametrize("changed", [around, of_other_names])
+def test_a_forward_that_is_not_known_stays(changed, of_a_release, runs, caplog):
+    model = of_a_release(changed)
+    want = step(model)
+    assert swapping.swap(model, recompute=True) == 3
+    assert not swapping.whole(model)
+    assert "no layer's forward is one that we know" in caplog.text
+    assert_agree(step(model), want)
+    assert not runs
 
 
 def test_a_forward_of_another_library_stays(runs):
