@@ -34,7 +34,8 @@ def gated_rms_norm_backward(
 ) -> NormGradients:
     """The gradients of a loss with gradient dy, written out by hand; r is computed again.
 
-    dx = r u w - r^3 mean(u w x) x    dgate = dy act'(gate) w x r    dw = sum u x r    u = dy act(gate)
+    u = dy act(gate)        dx = r u w - r^3 mean(u w x) x
+    dgate = dy act'(gate) w x r        dweight = sum u x r
     """
     wide, z, dy = _wide(x), _wide(gate), _wide(dy)
     w, r, s = weight.to(wide), _rstd(wide, eps), z.sigmoid()

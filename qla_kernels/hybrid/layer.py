@@ -1,11 +1,12 @@
 """The public function `gated_delta_net`: what a layer does between its projections."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from qla_kernels.arguments import checks_contents, flag, integer
 from qla_kernels.conv import validate as conv
-from qla_kernels.conv.autograd import convolve_sections
 from qla_kernels.derivatives import refuse_forward_mode
 from qla_kernels.dualkv.plan import SharedLayout
 from qla_kernels.errors import need
@@ -74,8 +75,8 @@ def gated_delta_net(
             zeros.
         use_qk_l2norm_in_kernel: False leaves q and k as they are.
         cu_seqlens, cu_seqlens_cpu: bounds of packed sequences, as in `chunk_gated_delta_rule`.
-        layout: the `layout` of a `SharedBatch`: packed sequences that store shared prefixes once, as
-            in `shared_prefix_gated_delta_rule`. Not with cu_seqlens or initial_state.
+        layout: the `layout` of a `SharedBatch`: packed sequences that store shared prefixes once,
+            as in `shared_prefix_gated_delta_rule`. Not with cu_seqlens or initial_state.
         recompute: do not save q, k and v: the backward runs the convolution again. Ignored in a
             compiled graph.
 
@@ -110,7 +111,7 @@ def gated_delta_net(
     )
     inputs = mixed_qkv, a, b, A_log, dt_bias, conv_weight, conv_bias, initial_state
     again = flag(OP, "recompute", recompute) and wants_gradients(inputs)
-    options = {
+    options: dict[str, Any] = {
         "scale": scale, "output_final_state": output_final_state, "state_v_first": state_v_first,
         "allow_neg_eigval": allow_neg_eigval, "A_log": A_log, "dt_bias": dt_bias,
     }  # fmt: skip
@@ -119,15 +120,13 @@ def gated_delta_net(
             OP, convolution, a, b, initial_state, cu_seqlens, cu_seqlens_cpu, layout, **options
         )
     else:
-        q, k, v = convolution.heads(convolve_sections(*convolution.call(), convolution.widths()))
+        q, k, v = convolution.sections()
         options |= {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
         if layout is not None:
             o, final = shared_prefix_gated_delta_rule(q, k, v, a, b, layout, **options)
         else:
-            bounds = {"cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu}
-            o, final = chunk_gated_delta_rule(
-                q, k, v, a, b, initial_state=initial_state, **bounds, **options
-            )
+            options |= {"cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu}
+            o, final = chunk_gated_delta_rule(q, k, v, a, b, initial_state=initial_state, **options)
     ends = [] if cu_seqlens is None else [cu_seqlens]
     return normalise(o, z, norm_weight, ends, norm_eps, z_activation != "sigmoid"), final
 

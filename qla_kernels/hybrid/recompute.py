@@ -5,6 +5,7 @@ saves is saved by RecomputedRule, but for q, k and v.
 """
 
 import copy
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from qla_kernels.arguments import checks_contents, flag
 from qla_kernels.conv import ops
+from qla_kernels.conv.autograd import convolve_sections
 from qla_kernels.derivatives import refuse_forward_mode, refuse_second_derivative
 from qla_kernels.dualkv.plan import SharedLayout
 from qla_kernels.gdn import contents
@@ -35,26 +37,29 @@ class Convolution(NamedTuple):
     sizes: tuple[int, int, int, int]  # H, K, HV, V
     tables: list[Tensor]
 
-    def call(self) -> tuple[Any, ...]:
-        """Returns the arguments of convolve_sections but for its last."""
-        return self.x, self.weight, self.bias, self.silu, self.tables, self.norm
-
     def widths(self) -> tuple[int, int, int]:
         """Returns the channels of q, k and v."""
         H, K, HV, V = self.sizes
         return H * K, H * K, HV * V
 
-    def heads(self, sections: tuple[Tensor, ...]) -> list[Tensor]:
+    def heads(self, sections: Sequence[Tensor]) -> list[Tensor]:
         """Returns q, k and v [B, T, heads, size] of the sections of the result."""
         H, K, HV, V = self.sizes
         shapes = (H, K), (H, K), (HV, V)
-        return [x.unflatten(-1, shape) for x, shape in zip(sections, shapes, strict=True)]
+        found = zip(sections, shapes, strict=True)
+        return [x.view(*x.shape[:2], *shape) for x, shape in found]
 
     def run(self) -> list[Tensor]:
         """Returns q, k and v, without autograd."""
-        x, weight, bias, silu, tables, norm = self.call()
-        y = ops.forward(x, weight, bias, tables, silu, *norm)
-        return self.heads(y.split(list(self.widths()), -1))
+        y = ops.forward(self.x, self.weight, self.bias, self.tables, self.silu, *self.norm)
+        return self.heads(torch.split(y, list(self.widths()), -1))
+
+    def sections(self) -> list[Tensor]:
+        """Returns q, k and v, with autograd."""
+        found = convolve_sections(
+            self.x, self.weight, self.bias, self.silu, self.tables, self.norm, self.widths()
+        )
+        return self.heads(found)
 
 
 def recomputed_rule(
@@ -78,10 +83,8 @@ def recomputed_rule(
 
     The convolution has been checked; the other arguments are those of `gated_delta_net`.
     """
-    B, T, _ = convolution.x.shape
-    H, K, HV, V = convolution.sizes
-    q = convolution.x[..., : H * K].unflatten(-1, (H, K))  # has q's shape and strides
-    v = convolution.x[..., 2 * H * K :].unflatten(-1, (HV, V))
+    widths = convolution.widths()
+    q, _, v = convolution.heads(torch.split(convolution.x, list(widths), -1))  # of the same shapes
     gate = Gate(True, A_log, dt_bias)
     options = checked_flags(
         op,
@@ -110,8 +113,8 @@ def recomputed_rule(
     if layout is not None:
         rule = GatedDeltaTree
         tables = delta_tables.prepare(layout, flag(op, "output_final_state", output_final_state))
-    x, weight, bias, silu, conv_tables, norm = convolution.call()
-    plan = _Plan(rule, silu, norm, convolution.sizes, len(conv_tables))
+    x, weight, bias, silu, norm, sizes, conv_tables = convolution
+    plan = _Plan(rule, silu, norm, sizes, len(conv_tables))
     o, final = RecomputedRule.apply(  # type: ignore[no-untyped-call]
         plan, x, weight, bias, *conv_tables, *call[3:], *tables, options
     )
@@ -156,9 +159,7 @@ class RecomputedRule(torch.autograd.Function):
         x, weight, bias, *others = arguments
         tables, rest = others[: plan.num_tables], others[plan.num_tables :]
         inner = _Context()
-        results = plan.rule.forward(
-            inner, *plan.convolution(x, weight, bias, tables).run(), *rest
-        )
+        results = plan.rule.forward(inner, *plan.convolution(x, weight, bias, tables).run(), *rest)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, bias, *tables, *inner.saved_tensors[3:])
         inner.saved_tensors = ()

@@ -127,7 +127,7 @@ def forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any
         layer.conv1d.bias,
         layer.activation,
         key_heads=layer.num_k_heads,
-        z=z if z.dim() == 4 else z.unflatten(-1, (-1, layer.head_v_dim)),
+        z=z.view(*z.shape[:2], -1, layer.head_v_dim),
         norm_weight=norm.weight,
         norm_eps=norm.variance_epsilon,
         z_activation=norm.activation,
@@ -179,7 +179,8 @@ def take_over(layer: nn.Module, home: ModuleType, recompute: bool) -> bool:
     if (region := layer.__dict__.get(REGION)) is not None:
         layer.__dict__[REGION] = region._replace(recompute=recompute)
         return True
-    kind = _kind_of(type(layer), home)
+    layer_class: Any = type(layer)
+    kind = _kind_of(layer_class, home)
     if kind is None or not _fits(layer, kind):
         return False
     slot = "_old_forward" if "_old_forward" in layer.__dict__ else "forward"

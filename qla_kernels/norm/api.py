@@ -22,9 +22,9 @@ def gated_rms_norm(
     Computes in fp32 (fp64 if x is fp64) and rounds once. This is the function of transformers'
     `...RMSNormGated`, which rounds x / sqrt(..) and its product with the weight as well, and of
     FLA's `FusedRMSNormGated`. On a CPU, tensors may have any strides, in bf16, fp16, fp32 or fp64.
-    A GPU must be a Hopper; x and gate are then bf16 or fp16, V is a multiple of 8 up to 512, columns
-    are adjacent in memory, and all other strides are multiples of 16 bytes, as in a slice of a
-    projection; weight may be bf16, fp16 or fp32. Saves x, gate and weight alone. Gradients are
+    A GPU must be a Hopper; x and gate are then bf16 or fp16, V is a multiple of 8 up to 512,
+    columns are adjacent in memory, and all other strides are multiples of 16 bytes, as in a slice
+    of a projection; weight may be bf16, fp16 or fp32. Saves x, gate and weight alone. Gradients are
     deterministic. Second derivatives and forward-mode tangents raise Unsupported.
 
     Args:

@@ -1,4 +1,4 @@
-"""`GatedRMSNorm`: the two operators as one differentiable function, and `normalise`, which calls it.
+"""`GatedRMSNorm`: both operators as one differentiable function; `normalise`, which calls it.
 
 Autocast does not change dtypes here: it has no rule for either operator. The gradients are not
 differentiable in turn; differentiating them raises Unsupported.
@@ -47,7 +47,7 @@ class GatedRMSNorm(torch.autograd.Function):
         return *done, None, None, *[None] * len(tables)
 
 
-_NODE = GatedRMSNorm._backward_cls  # type: ignore[attr-defined]
+_NODE: Any = GatedRMSNorm._backward_cls
 
 
 class _Packed(NamedTuple):
@@ -66,7 +66,7 @@ def without_saving(y: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor:
     """
     if torch.compiler.is_compiling() or not y.numel():
         return project(y)
-    node = y.grad_fn
+    node: Any = y.grad_fn
     while node is not None and not isinstance(node, _NODE):
         node = node.next_functions[0][0] if node.next_functions else None
     if node is None:

@@ -105,7 +105,8 @@ def _rows(x: Tensor) -> Tensor:
     *steps, _ = x.stride()
     heads, head = (sizes.pop(), steps.pop()) if len(sizes) > 1 else (1, V)
     head = head if heads > 1 else V  # the stride of a single head may be anything
-    token = next((step for n, step in zip(sizes[::-1], steps[::-1], strict=True) if n > 1), heads * V)
+    ordered = zip(sizes[::-1], steps[::-1], strict=True)
+    token = next((step for n, step in ordered if n > 1), heads * V)
     tokens = x.numel() // (heads * V)
     return x.as_strided((tokens, heads, V // PIECE, PIECE), (token, head, PIECE, 1))
 

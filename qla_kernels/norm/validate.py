@@ -1,7 +1,7 @@
 """Checks of a call of `gated_rms_norm`.
 
-    check_*      raise ValueError if the call is malformed, on every device
-    refusal      returns the text of an Unsupported if this version cannot run a well-formed call
+check_*      raise ValueError if the call is malformed, on every device
+refusal      returns the text of an Unsupported if this version cannot run a well-formed call
 """
 
 import torch
@@ -28,6 +28,7 @@ FLOATS = (*DTYPES, torch.float32, torch.float64)
 WEIGHTS = (*DTYPES, torch.float32)  # dtypes of the weight on a GPU
 ACTIVATIONS = ("silu", "swish", "sigmoid")
 ELSEWHERE = "use torch operators"
+SIZES = range(PIECE, COLUMNS[-1] + 1, PIECE)  # V on a GPU
 HEAD_SIZES = f"head sizes up to {COLUMNS[-1]}"
 
 
@@ -88,7 +89,7 @@ def _refused_on_cuda(
         got = f"the norm's weight is {dtype_name(weight.dtype)}"
         return got, one_of(WEIGHTS), "cast it"
     V = x.shape[-1]
-    if V % PIECE or V > COLUMNS[-1]:
+    if V not in SIZES:
         needs = f"a multiple of {PIECE} up to {COLUMNS[-1]} on SM90"
         return f"head dimension V={V}", needs, f"pad {both} and the weight, or {ELSEWHERE}"
     for name, tensor in rows.items():
@@ -141,7 +142,8 @@ def check_packed(op: str, x: Tensor, cu_seqlens: Tensor) -> None:
     expect_tensors(op, cu_seqlens=cu_seqlens)
     if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
         got = f"cu_seqlens is {dtype_name(cu_seqlens.dtype)} of shape {tuple(cu_seqlens.shape)}"
-        raise ValueError(need(op, got, "int32 or int64 of shape [sequences + 1]", "cast or flatten"))
+        needs = "int32 or int64 of shape [sequences + 1]"
+        raise ValueError(need(op, got, needs, "cast or flatten it"))
     if not cu_seqlens.shape[0]:
         got = "cu_seqlens is empty"
         raise ValueError(need(op, got, "0 and the end of each sequence", "pass at least [0]"))

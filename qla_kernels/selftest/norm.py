@@ -26,7 +26,7 @@ def _norm(variant: Any, given: tuple[int, int, int, int, bool], device: str) -> 
     live = tokens - padding
     for each in (x, dy, projection):
         each[live:] = torch.nan
-    gate = projection[:, 8:-8].unflatten(1, (heads, V))
+    gate = projection[:, 8:-8].view(tokens, heads, V)
     exact = [each[:live].double() for each in (x, gate)]
     norm = reference().norm
     y = norm.gated_rms_norm(*exact, weight.double(), EPSILON, not silu)
@@ -34,7 +34,7 @@ def _norm(variant: Any, given: tuple[int, int, int, int, bool], device: str) -> 
         dy[:live].double(), *exact, weight.double(), EPSILON, not silu
     )
     tables = [torch.tensor([0, live], dtype=torch.int64).to(device)] if padding else []
-    on_device = projection.to(device)[:, 8:-8].unflatten(1, (heads, V))
+    on_device = projection.to(device)[:, 8:-8].view(tokens, heads, V)
     call = x.to(device), on_device, weight.to(device), tables, EPSILON, silu
     got_y, got = launch.gated_norm_fwd(*call), launch.gated_norm_bwd(dy.to(device), *call)
     for name, result, truth in (

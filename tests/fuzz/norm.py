@@ -37,7 +37,8 @@ def norm_call(d: Draw) -> Call:
     if packed:
         end = d.choose("padding", (0, 1, 9))
         bounds = torch.tensor([0, max(0, tokens - end)])
-        x["cu_seqlens"] = bounds.to(d.device, d.choose("dtype of bounds", (torch.int64, torch.int32)))
+        its = d.choose("dtype of bounds", (torch.int64, torch.int32))
+        x["cu_seqlens"] = bounds.to(d.device, its)
     for name in LEAVES:
         if d.flag(f"gradient of {name}", 0.7):
             x[name] = x[name].detach().requires_grad_()
