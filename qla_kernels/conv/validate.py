@@ -125,13 +125,12 @@ def check_norm(op: str, norm: tuple[int, int] | None, channels: int) -> tuple[in
     """Returns qk_l2norm as operators take it; raises ValueError if it does not fit the channels."""
     if norm is None:
         return 0, 0
+    fix = "pass (2 * H, K) for H queries and H keys"
     if not isinstance(norm, tuple | list) or len(norm) != 2:
-        fix = "pass (2 * H, K) for H queries and H keys"
         raise ValueError(need(op, f"qk_l2norm={norm!r}", "(heads, channels of a head)", fix))
-    count, size = (integer(op, "qk_l2norm", number) for number in norm)
+    count, size = (integer(op, "qk_l2norm", number, fix) for number in norm)
     if count < 0 or size < 1 or count * size > channels:
         needs = f"positive numbers with a product of at most {channels}, the channels of x"
-        fix = "pass (2 * H, K) for H queries and H keys"
         raise ValueError(need(op, f"qk_l2norm={tuple(norm)}", needs, fix))
     return count, size
 

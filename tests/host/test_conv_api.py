@@ -10,6 +10,7 @@ import torch
 
 from qla_kernels import SharedLayout, Unsupported, causal_conv1d, shared_prefix_conv1d
 from qla_kernels.conv import ops, refusal
+from qla_kernels.conv.autograd import convolve_sections
 from qla_kernels.hybrid import prepare_conv1d
 from qla_kernels.hybrid.conv_tables import prepare, tree_tables
 from qla_kernels.hybrid.layouts import parents
@@ -141,6 +142,100 @@ def test_no_tokens():
     assert shared_prefix_conv1d(x, weight, bias, layout).shape == (0, 5)
 
 
+# Heads that are normalised.
+
+
+def normed(y: torch.Tensor, count: int, size: int) -> torch.Tensor:
+    """y [T, C] with its first channels normalised by torch's operators."""
+    first, rest = y[:, : count * size].unflatten(1, (count, size)), y[:, count * size :]
+    first = first * (first.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+    return torch.cat([first.flatten(1), rest], 1)
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (1, 5), (5, 1), (0, 8)], ids=str)
+def test_heads_are_normalised_after_the_activation(heads):
+    leaves = tensors(20)
+    bounds = packed_bounds([5, 8, 7])
+    want = normed(causal_conv1d(*leaves, "silu", bounds), *heads)
+    assert_same(causal_conv1d(*leaves, "silu", bounds, qk_l2norm=heads), want, leaves)
+
+
+def test_heads_over_a_tree_and_in_a_batch():
+    packed = FORESTS["turns"]
+    leaves, layout = tensors(len(packed.tout)), layout_of(packed)
+    want = normed(shared_prefix_conv1d(*leaves, layout, "silu"), 2, 2)
+    assert_same(shared_prefix_conv1d(*leaves, layout, "silu", qk_l2norm=[2, 2]), want, leaves)
+    x = torch.randn(3, 5, 7, dtype=torch.float64, requires_grad=True)  # [B, C, T]
+    leaves = [x, *tensors(1)[1:]]
+    flat = causal_conv1d(*leaves, "silu").mT.flatten(0, 1)
+    want = normed(flat, 1, 4).unflatten(0, (3, 7)).mT
+    assert_same(causal_conv1d(*leaves, "silu", qk_l2norm=(1, 4)), want, leaves)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_norm_is_rounded_once(dtype):
+    leaves = [leaf.detach() for leaf in tensors(40, dtype=dtype)]
+    exact = [leaf.double() for leaf in leaves]
+    got = causal_conv1d(*leaves, "silu", qk_l2norm=(2, 2))
+    want = causal_conv1d(*exact, "silu", qk_l2norm=(2, 2))
+    assert got.dtype == dtype
+    # half a unit in the last place, and what fp32 costs
+    assert ((got.double() - want).abs() <= (torch.finfo(dtype).eps / 2 + 1e-5) * want.abs()).all()
+
+
+@pytest.mark.parametrize("sizes", [(4, 4, 5), (4, 9), (13,)])
+def test_sections_are_views_and_their_gradients_stay_apart(sizes):
+    leaves = tensors(20, channels=13)
+    x, *parameters = leaves
+    call = x[None], *parameters, True, [packed_bounds([5, 8, 7])], (2, 4)
+    sections = convolve_sections(*call, sizes)
+    (whole,) = convolve_sections(*call, (13,))
+    assert [part.shape[2] for part in sections] == list(sizes)
+    assert len({part.untyped_storage().data_ptr() for part in sections}) == 1
+    assert torch.equal(torch.cat(sections, 2), whole)
+    dy = torch.randn_like(whole)
+    got = torch.autograd.grad(sections, leaves, dy.split(list(sizes), 2))
+    for a, b in zip(got, torch.autograd.grad(whole, leaves, dy), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_section_without_a_gradient_has_one_of_zeros():
+    leaves = tensors(9, channels=12)
+    x, *parameters = leaves
+    q, _, v = convolve_sections(x[None], *parameters, True, [], (2, 4), (4, 4, 4))
+    got = torch.autograd.grad(q.sum() + v.sum(), leaves)
+    (y,) = convolve_sections(x[None], *parameters, True, [], (2, 4), (12,))
+    want = torch.autograd.grad(y[..., :4].sum() + y[..., 8:].sum(), leaves)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_heads_under_checkpointing_and_autocast():
+    leaves = tensors(9, dtype=torch.float32)
+    run = functools.partial(causal_conv1d, qk_l2norm=(2, 2))
+    want = run(*leaves, "silu")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = torch.utils.checkpoint.checkpoint(run, *leaves, "silu", use_reentrant=False)
+    assert torch.equal(got, want)
+    pairs = zip(gradients(got, leaves), gradients(want, leaves), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_heads_compile_to_one_graph():
+    leaves = tensors(20, channels=12)
+    bounds = packed_bounds([5, 8, 7])
+
+    def layer(x, weight, bias):
+        whole = causal_conv1d(2 * x, weight, bias, "silu", bounds, qk_l2norm=(2, 4))
+        q, k, v = convolve_sections(x[None], weight, bias, True, [bounds], (2, 4), (4, 4, 4))
+        return whole, q * k + v
+
+    results = []
+    for f in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        a, b = f(*leaves)
+        results.append([a, b, *torch.autograd.grad(a.sum() + b.square().sum(), leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 # Tables.
 
 
@@ -200,6 +295,10 @@ def test_opcheck(name):
             torch.library.opcheck(torch.ops.qla_kernels.conv_fwd.default, args)
             args = (torch.randn_like(x)[None], *args)
             torch.library.opcheck(torch.ops.qla_kernels.conv_bwd.default, args)
+    heads = (x[None], weight, bias, whole, True, 2, 2)
+    torch.library.opcheck(torch.ops.qla_kernels.conv_fwd.default, heads)
+    first, *others = torch.randn_like(x)[None].tensor_split([2, 4], 2)
+    torch.library.opcheck(torch.ops.qla_kernels.conv_bwd.default, (first, *heads, *others))
 
 
 def test_compiles_to_one_graph():
@@ -233,10 +332,10 @@ def test_a_layout_without_tables_is_not_compiled():
 # Errors.
 
 
-def on_gpu(x=None, weight=None, bias=None, capability=(9, 0)) -> str | None:
+def on_gpu(x=None, weight=None, bias=None, heads=None, capability=(9, 0)) -> str | None:
     x = torch.zeros(16, 64, dtype=torch.bfloat16) if x is None else x
     weight = torch.zeros(64, 4, dtype=torch.bfloat16) if weight is None else weight
-    return refusal(x, weight, bias, capability=capability)
+    return refusal(x, weight, bias, heads, capability=capability)
 
 
 HALF = functools.partial(torch.zeros, dtype=torch.bfloat16)
@@ -256,6 +355,8 @@ HALF = functools.partial(torch.zeros, dtype=torch.bfloat16)
         ("strides", {"x": HALF(16, 70)[:, :64]}),
         ("strides", {"x": HALF(16, 72)[:, 4:68]}),
         ("rows of a batch of 2", {"x": HALF(2, 16, 64)[:, :8].mT}),
+        ("qk_l2norm has heads of 24 channels; need a multiple of 16", {"heads": (2, 24)}),
+        ("use_qk_l2norm_in_kernel", {"heads": (1, 8)}),
     ],
 )
 def test_what_a_hopper_gpu_refuses(text, given):
@@ -272,6 +373,8 @@ def test_what_a_hopper_gpu_takes():
         assert on_gpu(x) is None
     for dtype in (torch.float16, torch.float32, torch.bfloat16):
         assert on_gpu(weight=torch.zeros(64, 3, dtype=dtype), bias=torch.zeros(64)) is None
+    for heads in ((4, 16), (1, 64), (1, 48), (0, 7)):
+        assert on_gpu(heads=heads) is None
 
 
 @pytest.mark.parametrize(
@@ -289,6 +392,11 @@ def test_what_a_hopper_gpu_takes():
         ("a batch of 2", {"x": torch.zeros(2, 5, 9), "cu_seqlens": packed_bounds([9])}),
         ("cu_seqlens [0, 10]", {"cu_seqlens": packed_bounds([10])}),
         ("cu_seqlens [0, 5, 3]", {"cu_seqlens": torch.tensor([0, 5, 3])}),
+        ("qk_l2norm=4; need (heads, channels of a head)", {"qk_l2norm": 4}),
+        ("qk_l2norm=(2, 3); need positive numbers with a product of at", {"qk_l2norm": (2, 3)}),
+        ("qk_l2norm=(-1, 3)", {"qk_l2norm": (-1, 3)}),
+        ("qk_l2norm=(1, 0)", {"qk_l2norm": (1, 0)}),
+        ("qk_l2norm is 2.5 of type float; need an integer; pass (2 *", {"qk_l2norm": (1, 2.5)}),
     ],
 )
 def test_malformed(text, changed):

@@ -48,18 +48,19 @@ def without(x: Any, *names: str) -> Any:
 @pytest.mark.parametrize("width", [2, 3, 4])
 @pytest.mark.parametrize("by_channels", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_tokens_one_by_one_are_the_sequence(width, by_channels, bias):
+@pytest.mark.parametrize("heads", [None, (4, 5)])
+def test_tokens_one_by_one_are_the_sequence(width, by_channels, bias, heads):
     C, T = 24, 9
     x, weight = torch.randn(3, T, C).double(), torch.randn(C, width).double()
     b = torch.randn(C).double() if bias else None
-    want = causal_conv1d(x.mT, weight, b, "silu").mT
+    want = causal_conv1d(x.mT, weight, b, "silu", qk_l2norm=heads).mT
     pool = torch.randn(5, C, width) if by_channels else torch.randn(5, width, C).mT
     pool = pool.double()
     slots = torch.tensor([4, 0, 2])
     pool[slots, :, : width - 1] = 0
     before = pool.clone()
     for t in range(T):
-        y = causal_conv1d_update(x[:, t], pool, weight, b, "silu", slots)
+        y = causal_conv1d_update(x[:, t], pool, weight, b, "silu", slots, qk_l2norm=heads)
         assert_close("y", y, want[:, t], EXACT)
     for i in range(width - 1):
         assert torch.equal(pool[slots, :, i], x[:, T - width + 1 + i])
@@ -109,6 +110,7 @@ WRONG_CONV = {
         "conv_state_indices has -4294967296; need numbers that fit in int32; look at what made",
     ),
     "null slot": ((X, POOL, WEIGHT), {"null_slot": 1}, "null_slot is 1; need -1, or 0"),
+    "heads": ((X, POOL, WEIGHT), {"qk_l2norm": (3, 3)}, "qk_l2norm=(3, 3); need positive numbers"),
     "out": ((X, POOL, WEIGHT), {"out": X[:1]}, "out has shape (1, 8); need (2, 8), as x has"),
 }  # fmt: skip
 

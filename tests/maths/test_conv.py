@@ -13,13 +13,15 @@ from tests.dualkv_inputs import Forest, any_forest, forest
 EXACT = 1e-12
 
 
-def assert_packed_is_replicated(packed: Forest, width: int, silu: bool, bias: bool) -> None:
+def assert_packed_is_replicated(
+    packed: Forest, width: int, silu: bool, bias: bool, heads: tuple[int, int] = conv.NO_HEADS
+) -> None:
     """y and all gradients: written out by hand here, by autograd there."""
     x, weight, b = tensors(len(packed.tout), width=width)
     b = b if bias else None
-    given_to = (silu, bounds_of(packed), halo_of(packed, width))
+    given_to = (silu, bounds_of(packed), halo_of(packed, width), heads)
     y = conv.forward(x, weight, b, *given_to)
-    want = replicated(lambda *args: conv.alone(*args, silu), packed, x, weight, b)
+    want = replicated(lambda *args: conv.alone(*args, silu, heads), packed, x, weight, b)
     assert_close("y", y.detach(), want.detach(), EXACT)
     dy = torch.randn_like(y)
     with torch.no_grad():
@@ -38,6 +40,23 @@ def test_packed_is_replicated(name, width):
     assert_packed_is_replicated(FORESTS[name], width, silu=True, bias=True)
 
 
+@pytest.mark.parametrize("name", FORESTS)
+@pytest.mark.parametrize("heads", [(1, 5), (2, 2), (1, 1), (0, 3)])
+def test_packed_heads_are_replicated(name, heads):
+    assert_packed_is_replicated(FORESTS[name], 4, silu=True, bias=False, heads=heads)
+
+
+def test_heads_have_a_norm_of_one():
+    x, weight, bias = (t.detach() for t in tensors(9, channels=13))
+    bounds = torch.tensor([0, 9])
+    y = conv.forward(x, weight, bias, True, bounds)
+    got = conv.forward(x, weight, bias, True, bounds, heads=(3, 4))
+    assert torch.equal(got[:, 12:], y[:, 12:])
+    first = y[:, :12].unflatten(1, (3, 4))
+    want = first / (first.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+    assert_close("y", got[:, :12], want.flatten(1), EXACT)
+
+
 @settings(max_examples=60, deadline=None)
 @given(any_forest, st.sampled_from(WIDTHS), st.booleans(), st.booleans())
 def test_any_tree(trees, width, silu, bias):
@@ -50,10 +69,11 @@ def test_thousands_of_leaves():
 
 
 @pytest.mark.parametrize("silu", [True, False])
-def test_the_backward_is_the_derivative(silu):
+@pytest.mark.parametrize("heads", [conv.NO_HEADS, (1, 2)])
+def test_the_backward_is_the_derivative(silu, heads):
     packed = FORESTS["short nodes"]
-    x, weight, bias = tensors(len(packed.tout), channels=2)
-    given_to = (silu, bounds_of(packed), halo_of(packed, 4))
+    x, weight, bias = tensors(len(packed.tout), channels=3)
+    given_to = (silu, bounds_of(packed), halo_of(packed, 4), heads)
 
     class Conv(torch.autograd.Function):
         @staticmethod
@@ -84,10 +104,11 @@ def test_tokens_of_no_sequence_are_not_read():
 
 @pytest.mark.parametrize("silu", [True, False])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_token_at_a_time_is_the_sequence(width, silu):
+@pytest.mark.parametrize("heads", [conv.NO_HEADS, (2, 2)])
+def test_a_token_at_a_time_is_the_sequence(width, silu, heads):
     x, weight, bias = (t.detach() for t in tensors(11, width=width))
-    state, want = x.new_zeros(1, x.shape[1], width - 1), conv.alone(x, weight, bias, silu)
+    state, want = x.new_zeros(1, x.shape[1], width - 1), conv.alone(x, weight, bias, silu, heads)
     for t in range(len(x)):
-        y, state = conv.update(x[t : t + 1], state, weight, bias, silu)
+        y, state = conv.update(x[t : t + 1], state, weight, bias, silu, heads)
         assert_close("y", y[0], want[t], EXACT)
     assert torch.equal(state[0].T, x[len(x) - width + 1 :])
