@@ -19,23 +19,24 @@ ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 WEIGHTS = 1e-5  # fp32
 
 
-def _conv(variant: Any, given: tuple[Any, int], device: str) -> None:
+def _conv(variant: Any, given: tuple[Any, int, tuple[int, int]], device: str) -> None:
     """Checks results and gradients of a tree, with a bias and silu, against fp64."""
-    (lengths, parents), channels = given
+    (lengths, parents), channels, heads = given
     layout, dtype = SharedLayout.from_forest(lengths, parents), dtype_of(variant)
     tables = prepare(layout, variant.W)
     x, dy = torch.randn(2, layout.num_tokens, channels).to(dtype)
     weight, bias = torch.randn(channels, variant.W), torch.randn(channels)
     exact = [t.double() for t in (x, weight, bias)]
     conv = reference().conv
-    y = conv.forward(*exact, True, *tables[:2])
-    want = conv.backward(dy.double(), *exact, True, *tables[:2])
+    y = conv.forward(*exact, True, *tables[:2], heads)
+    want = conv.backward(dy.double(), *exact, True, *tables[:2], heads)
     given_x, given_dy, given_weight, given_bias = (
         t.to(device) for t in (x[None], dy[None], weight, bias)
     )
-    call = given_x, given_weight, given_bias, [t.to(device) for t in tables], True
+    call = given_x, given_weight, given_bias, [t.to(device) for t in tables], True, *heads
     got_y = launch.conv_fwd(*call)
-    got = launch.conv_bwd(given_dy, *call)
+    first, *others = given_dy.split([8, 16, channels - 24], 2)
+    got = launch.conv_bwd(first, *call, *others)
     assert got.dbias is not None, "there is a bias"
     assert_close("y", got_y[0].cpu(), y, ROUNDING[dtype])
     assert_close("dx", got.dx[0].cpu(), want.dx, ROUNDING[dtype])
@@ -43,9 +44,11 @@ def _conv(variant: Any, given: tuple[Any, int], device: str) -> None:
     assert_close("dbias", got.dbias.cpu(), want.dbias, WEIGHTS)
 
 
-def _update(variant: Any, given: tuple[int, list[int] | None, int, bool], device: str) -> None:
+def _update(
+    variant: Any, given: tuple[int, list[int] | None, int, bool, tuple[int, int]], device: str
+) -> None:
     """Checks a token of each sequence against fp64, in a pool between other data."""
-    channels, slots, null_slot, by_channels = given
+    channels, slots, null_slot, by_channels, heads = given
     count, dtype, places = 3 if slots is None else len(slots), dtype_of(variant), variant.W - 1
     x = torch.randn(count, channels + 8).to(dtype)[:, :channels]
     weight, bias = torch.randn(channels, variant.W).to(dtype), torch.randn(channels)
@@ -57,13 +60,13 @@ def _update(variant: Any, given: tuple[int, list[int] | None, int, bool], device
     live = [n for n in range(count) if slots is None or null_slot < slots[n] < len(pool)]
     used = live if slots is None else [slots[n] for n in live]
     exact = (t.double() for t in (x[live], before[used][..., :places], weight, bias))
-    want, after = reference().conv.update(*exact, True)
+    want, after = reference().conv.update(*exact, True, heads)
     on_device = room.to(device)
     rows = on_device if by_channels else on_device.mT
     y = torch.full((count, channels), torch.nan, dtype=dtype, device=device)
     x, weight, bias = (t.to(device) for t in (x, weight, bias))
     indices = None if indices is None else indices.to(device)
-    launch.conv_update(x, rows, weight, bias, indices, null_slot, True, y)
+    launch.conv_update(x, rows, weight, bias, indices, null_slot, True, y, *heads)
     assert_close("y", y.cpu()[live], want, ROUNDING[dtype])
     padding = [n for n in range(count) if n not in live]
     assert not y.cpu()[padding].any(), "rows of padding are not 0"
@@ -75,19 +78,22 @@ CASES = (
     Cases(
         ("conv.fwd", "conv.bwd", "conv.join_parts", "conv.weight_sums"),
         _conv,
-        [(TREE, 136), (LEAVES, 40)],
-        [(((5000, *[700] * 40), (-1, *[0] * 40)), 1024)],
+        [(TREE, 136, (0, 0)), (LEAVES, 40, (0, 0)), (TREE, 136, (2, 64)), (TREE, 264, (1, 192))],
+        [(((5000, *[700] * 40), (-1, *[0] * 40)), 1024, heads) for heads in ((0, 0), (6, 128))],
         emulated=("bf16-w4",),  # tests/emulated/test_conv.py has every variant
     ),
     Cases(
         ("conv.update",),
         _update,
         [
-            (channels, slots, null_slot, by_channels)
-            for channels, slots, null_slot in (
-                (520, [3, -1, 0, 6, 9], -1),
-                (40, [0, 5, 2, 0], 0),
-                (40, None, -1),
+            (channels, slots, null_slot, by_channels, heads)
+            for channels, slots, null_slot, heads in (
+                (520, [3, -1, 0, 6, 9], -1, (0, 0)),
+                (40, [0, 5, 2, 0], 0, (0, 0)),
+                (40, None, -1, (0, 0)),
+                (520, [3, -1, 0, 6, 9], -1, (4, 128)),
+                (136, [0, 5, 2, 0], 0, (1, 96)),
+                (264, None, -1, (1, 256)),
             )
             for by_channels in (False, True)
         ],

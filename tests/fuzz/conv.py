@@ -14,6 +14,7 @@ from tests.fuzz.target import Call, Target
 
 LENGTHS = (0, 1, 2, 3, 4, 7, 20, 70)
 CHANNELS, KERNEL_CHANNELS = (3, 1, 8), (8, 16, 136)
+HEADS, KERNEL_HEADS = (2, 4, 5), (16, 64, 96, 128, 192)  # sizes of normalised heads
 LEAVES = ("x", "weight", "bias")
 OWN = ("contiguous", "transposed", "sliced", "stepped")  # each number has a place of its own
 IN_KERNELS = ("contiguous", "sliced")  # channels are adjacent
@@ -29,11 +30,22 @@ def parameters(d: Draw, C: int) -> Call:
     return x
 
 
+def sized(d: Draw) -> tuple[int, Call]:
+    """The channels, and the heads among them if any."""
+    C = d.choose("channels", KERNEL_CHANNELS if d.kernels else CHANNELS)
+    if not d.flag("heads", 0.4):
+        return C, {}
+    heads = d.choose("heads", (1, 2, 3)), d.choose("size", KERNEL_HEADS if d.kernels else HEADS)
+    return C + heads[0] * heads[1], {"qk_l2norm": heads}
+
+
 def tokens(d: Draw, C: int, *outer: int) -> Tensor:
     """[.., T, C] in a dtype and layout."""
     dtype = d.choose("dtype", FLOATS[2:] if d.kernels else FLOATS)
     x = d.choose("gain", (1.0, 0.0, 9.0)) * d.normal("x", *outer, C)
-    return d.strided("x", x.to(d.device, dtype), IN_KERNELS if d.kernels else OWN)
+    flat = len(outer) == 1 or outer[0] <= 1  # kernels take tokens that are equally far apart
+    kinds = OWN if not d.kernels else IN_KERNELS if flat else IN_KERNELS[:1]
+    return d.strided("x", x.to(d.device, dtype), kinds)
 
 
 def learned(d: Draw, x: Call) -> Call:
@@ -44,8 +56,8 @@ def learned(d: Draw, x: Call) -> Call:
 
 
 def causal_call(d: Draw) -> Call:
-    C = d.choose("channels", KERNEL_CHANNELS if d.kernels else CHANNELS)
-    given = parameters(d, C)
+    C, heads = sized(d)
+    given = parameters(d, C) | heads
     if d.flag("packed", 0.6):
         parts = d.several("lengths", LENGTHS, 6)
         bounds = torch.tensor([0, *parts]).cumsum(0)
@@ -65,14 +77,14 @@ def verify_causal(d: Draw, x: Call, y: Tensor) -> None:
         lengths = bounds.diff().tolist()
         assert not by_tokens(y)[:, sum(lengths) :].any(), "tokens of no sequence are not 0"
     sizes = [rows.shape[1]] * rows.shape[0] if lengths is None else lengths
-    assert conv.refusal(x["x"], x["weight"], x["bias"]) is None
+    assert conv.refusal(x["x"], x["weight"], x["bias"], x.get("qk_l2norm")) is None
     compare(d, x, y, (sizes, [-1] * len(sizes)))
 
 
 def shared_call(d: Draw) -> Call:
     nodes, layout = forest(d, d.choose("made", ("from_lengths", "from_forest")))
-    C = d.choose("channels", KERNEL_CHANNELS if d.kernels else CHANNELS)
-    given = parameters(d, C)
+    C, heads = sized(d)
+    given = parameters(d, C) | heads
     rows = tokens(d, C, layout.num_tokens)
     turned = rows.T[None] if d.flag("turned") else rows
     return learned(d, {"x": turned, **given, "layout": layout, "forest": nodes})
@@ -105,7 +117,8 @@ def compare(d: Draw, x: Call, y: Tensor, nodes: Forest) -> None:
         end, silu = sum(nodes[0]), x["activation"] is not None
         z = definitions.tree_conv(flat[:end], t["weight"], t.get("bias"), *nodes)
         rest = flat.new_zeros(len(flat) - end, flat.shape[1])
-        value = torch.cat([z * z.sigmoid() if silu else z, rest]).reshape(rows.shape)
+        live = definitions.unit_heads(z * z.sigmoid() if silu else z, x.get("qk_l2norm"))
+        value = torch.cat([live, rest]).reshape(rows.shape)
         value = value[0] if given.dim() == 2 else value.transpose(1, 2)
         found = {"y": value}
         if names:

@@ -105,6 +105,16 @@ def tree_conv(
     return torch.cat(z)
 
 
+def unit_heads(y: Tensor, heads: tuple[int, int] | None) -> Tensor:
+    """y [T, C] whose first channels are divided by the norms of their heads."""
+    count, size = heads or (0, 1)
+    parts = [
+        y[:, a : a + size] / (y[:, a : a + size] ** 2).sum(1, keepdim=True).add(1e-6).sqrt()
+        for a in range(0, count * size, size)
+    ]
+    return torch.cat([*parts, y[:, count * size :]], 1)
+
+
 def gated_delta_tree(
     q: Tensor,
     k: Tensor,

@@ -82,10 +82,18 @@ def orphans(nodes: Any) -> Any:
     return nodes * torch.tensor([1, 1, 0]) - torch.tensor([0, 0, 1])
 
 
-def no_gradient_of_halos(original: Any, *args: Any) -> Any:
+def no_gradient_of_halos(original: Any, *args: Any, **flags: Any) -> Any:
     """A tree's tokens get gradients from their own node alone."""
-    done = original(*args)
-    return done._replace(dx=original(*args[:6]).dx) if len(args) > 6 else done
+    done = original(*args, **flags)
+    return done._replace(dx=original(*args[:6], **flags).dx) if len(args) > 6 else done
+
+
+def heads_without_projection(original: Any, y: Any, dy: Any, heads: Any) -> Any:
+    """The gradient of a norm as if the norm was a constant."""
+    count, size = heads
+    first = y[:, : count * size].unflatten(-1, (count, size))
+    norms = (first.square().sum(-1, keepdim=True) + 1e-6).sqrt().expand(first.shape).flatten(-2)
+    return torch.cat([dy[:, : count * size] / norms, dy[:, count * size :]], -1)
 
 
 DEFECTS: dict[str, tuple[str, Any, str, Change]] = {
@@ -119,6 +127,12 @@ DEFECTS: dict[str, tuple[str, Any, str, Change]] = {
         conv_reference,
         "sources",
         argument(2, lambda halo: halo if halo is None else halo.flip(1)),
+    ),
+    "a term of heads' gradient": (
+        "conv.causal",
+        conv_reference,
+        "_before_norm",
+        heads_without_projection,
     ),
     "gradients of halos": ("conv.shared", conv_reference, "backward", no_gradient_of_halos),
     "one token more": (
