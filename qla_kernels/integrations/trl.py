@@ -11,22 +11,24 @@ TRL 1.16. For AsyncGRPOTrainer see trl_async.py.
 
 import importlib
 import logging
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from qla_kernels.dualkv import padded_groups
+from qla_kernels.dualkv import PaddedGroup, SharedBatch, pack_padded, padded_groups
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.integrations import transformers_dualkv
 from qla_kernels.integrations.full_attention import text_config
-from qla_kernels.integrations.one_label import LabelledRows, by_prompt, one_label
+from qla_kernels.integrations.packed_head import packed_head
 from qla_kernels.integrations.routers import router_loss
 
 OP, NAME = "shared_prefix_trainer", "shared_prefix"
-METHOD = "_get_per_token_logps_and_entropies"
+METHOD, SHUFFLE = "_get_per_token_logps_and_entropies", "shuffle_sequence_dict"
 RELEASES = "TRL 1.16 or later"
 
 log = logging.getLogger("qla_kernels")
@@ -35,11 +37,11 @@ log = logging.getLogger("qla_kernels")
 def shared_prefix_trainer(base: type) -> type:
     """Returns a subclass of a TRL trainer that stores each prompt of a batch once.
 
-    `_get_per_token_logps_and_entropies` packs rows by prompts; TRL's fused head then computes
-    log-probabilities and entropies without logits. The model uses our attention from this call to
-    the end of the step. In `_generate`, and after `train` and `evaluate`, the model uses its own
-    attention. The first step logs how many times fewer tokens the model runs. If a batch splits
-    groups, a warning says how to avoid that.
+    `_get_per_token_logps_and_entropies` packs rows by prompts, and computes log-probabilities and
+    entropies without logits. The model uses our attention from this call to the end of the step. In
+    `_generate`, and after `train` and `evaluate`, the model uses its own attention.
+    `_prepare_inputs` shuffles whole groups where TRL shuffles rows. The first step logs how many
+    times fewer tokens the model runs. If a batch splits groups, a warning says how to avoid that.
 
     Args:
         base: trl.GRPOTrainer, trl.RLOOTrainer or a subclass. The constructor of the new class has
@@ -49,8 +51,8 @@ def shared_prefix_trainer(base: type) -> type:
         TypeError: `base` is no such class.
         Unsupported: TRL cannot be imported or is too old, or `base` overrides TRL's method
             `_get_per_token_logps_and_entropies`. The constructor of the new class raises
-            Unsupported for use_liger_kernel, images, and models that `transformers_dualkv.check`
-            refuses.
+            Unsupported for models that `transformers_dualkv.check` refuses, and a step does for
+            images.
     """
     _check_release()
     if not isinstance(base, type) or not hasattr(base, METHOD):
@@ -66,8 +68,6 @@ def shared_prefix_trainer(base: type) -> type:
     class SharedPrefixTrainer(base):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            if getattr(self.args, "use_liger_kernel", False):
-                _refuse("use_liger_kernel=True, which exchanges layers", "False")
             self._own_attention = text_config(self._bare_model())._attn_implementation
             for model in (self.model, self.ref_model):
                 if model is not None:
@@ -100,6 +100,10 @@ def shared_prefix_trainer(base: type) -> type:
             self._select(self._own_attention)
             return super()._generate(*args, **kwargs)
 
+        def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+            with _groups_stay_whole(base):
+                return super()._prepare_inputs(*args, **kwargs)
+
         def _get_per_token_logps_and_entropies(
             self,
             model: nn.Module,
@@ -119,29 +123,46 @@ def shared_prefix_trainer(base: type) -> type:
             trains = torch.is_grad_enabled()  # not so for old and reference policies
             if trains:
                 self._say_split(min(len(group.rows) for group in groups))
-            parts = by_prompt(groups, batch_size or len(input_ids))
+            parts = _by_prompt(groups, batch_size or len(input_ids))
+            group_of = {row: i for i, group in enumerate(groups) for row in group.rows}
             results: list[Results] = []
             for rows in parts:
-                packed = one_label(input_ids[rows], attention_mask[rows], width)
+                label = [group_of[row] for row in rows]
+                packed = pack_padded(input_ids[rows], attention_mask[rows], width, group_ids=label)
                 if trains:
                     self._say_gain(packed)
                 with self.accelerator.autocast():
-                    results.append(_run(model, self.accelerator, packed, compute_aux_loss))
+                    results.append(self._run(model, packed, logits_to_keep, compute_aux_loss))
             back = torch.tensor([row for rows in parts for row in rows]).argsort()
-            logps = torch.cat([x.logps for x in results])[back]
-            entropies = [
-                x.entropies for x in results if x.entropies is not None and compute_entropy
-            ]
             aux = [x.aux_loss for x in results if x.aux_loss is not None]
             return (
-                logps,
-                torch.cat(entropies)[back] if entropies else None,
+                torch.cat([x.logps for x in results])[back],
+                torch.cat([x.entropies for x in results])[back] if compute_entropy else None,
                 torch.stack(aux).mean() if aux else None,
             )
 
-        def _say_gain(self, packed: LabelledRows) -> None:
+        def _run(
+            self, model: nn.Module, packed: SharedBatch, width: int, with_routers: bool
+        ) -> Results:
+            inner = bare(self.accelerator.unwrap_model(model))
+            asked = {"output_router_logits": True} if with_routers else {}
+            with packed_head(
+                inner,
+                packed,
+                temperature=self.temperature,
+                in_fp32=getattr(self.args, "cast_lm_head_to_fp32", False),
+            ) as values:
+                out = model(**packed.model_inputs(), **asked)
+            logps, entropies = (packed.to_padded(x, width) for x in values(out))
+            aux = None
+            if with_routers:
+                top_k = inner.config.get_text_config().num_experts_per_tok
+                aux = router_loss(out.router_logits, packed, top_k)
+            return Results(logps, entropies, aux)
+
+        def _say_gain(self, packed: SharedBatch) -> None:
             if self._says_gain and self.accelerator.is_main_process:
-                log_gain(packed.unpacked, packed.num_tokens)
+                log_gain(sum(len(path) for path in packed.paths), packed.num_tokens)
             self._says_gain = False
 
         def _say_split(self, fewest: int) -> None:
@@ -150,8 +171,7 @@ def shared_prefix_trainer(base: type) -> type:
             if self.accelerator.is_main_process:
                 log.warning(
                     "shared prompts: a batch holds parts of groups (%d of %d responses) and shares "
-                    "less: set steps_per_generation=1 and per_device_train_batch_size to a "
-                    "multiple of num_generations",
+                    "less: set per_device_train_batch_size to a multiple of num_generations",
                     fewest, self.num_generations,
                 )  # fmt: skip
             self._says_split = False
@@ -163,35 +183,61 @@ class Results(NamedTuple):
     """Log-probabilities, entropies and auxiliary loss of a model, for padded rows."""
 
     logps: Tensor  # [B, W']
-    entropies: Tensor | None  # a reference policy's head computes none
+    entropies: Tensor
     aux_loss: Tensor | None
 
 
-def _run(model: nn.Module, accelerator: Any, packed: LabelledRows, routers: bool) -> Results:
-    """Runs the model and TRL's fused head; with `routers`, also their auxiliary loss."""
-    inner, logits = bare(accelerator.unwrap_model(model)), []
-    backbone = inner.base_model  # the fused head returns a loss, but not the logits of routers
+def _by_prompt(groups: Sequence[PaddedGroup], size: int) -> list[list[int]]:
+    """Splits the rows of the groups into lists of at most `size` row numbers.
 
-    def keep(*call: Any) -> None:
-        logits.append(call[-1].router_logits)
+    Rows with the same prompt are next to each other.
+    """
+    rows = [row for group in groups for row in group.rows]
+    return [rows[i : i + size] for i in range(0, len(rows), size)]
 
-    hook = backbone.register_forward_hook(keep) if routers else None
-    try:
-        out = model(
-            input_ids=packed.input_ids[None],
-            position_ids=packed.position_ids[None],
-            shared_prefix=packed.layout,
-            shift_labels=packed.labels[None],
-            fused_lm_head=True,
-            **({"output_router_logits": True} if routers else {}),
-        )
-    finally:
-        if hook is not None:
-            hook.remove()
-    top_k = inner.config.get_text_config().num_experts_per_tok if routers else 0
-    aux = router_loss(logits[0], packed, top_k) if routers else None
-    entropies = None if out.entropy is None else packed.to_padded(out.entropy[0])
-    return Results(packed.to_padded(out.log_probs[0]), entropies, aux)
+
+@contextmanager
+def _groups_stay_whole(base: type) -> Iterator[None]:
+    """While a `with` block runs, the trainer's module shuffles groups and not rows.
+
+    TRL shuffles the rows of a generation, and cuts them into batches.
+    """
+    owner = next((kind for kind in base.__mro__ if "_prepare_inputs" in vars(kind)), base)
+    home = sys.modules.get(owner.__module__)
+    if not hasattr(home, SHUFFLE):
+        yield
+        return
+    with exchanged(home, **{SHUFFLE: of_groups(getattr(home, SHUFFLE))}):
+        yield
+
+
+def of_groups(shuffle: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that shuffles as `shuffle` of TRL, and then brings groups together.
+
+    A group comes where its first row came, so that groups are in random order, and no other random
+    numbers are drawn than by `shuffle`.
+    """
+
+    @wraps(shuffle)
+    def by_groups(rows: dict[str, Any]) -> dict[str, Any]:
+        shuffled: dict[str, Any] = shuffle(rows)
+        prompts, mask = shuffled.get("prompt_ids"), shuffled.get("prompt_mask")
+        if not isinstance(prompts, Tensor) or not isinstance(mask, Tensor):
+            return shuffled
+        members: dict[tuple[int, ...], list[int]] = {}
+        for row, tokens in enumerate(prompts.masked_fill(mask == 0, -1).tolist()):
+            members.setdefault(tuple(tokens), []).append(row)
+        order = [row for group in members.values() for row in group]
+        return {name: _in_order(x, order) for name, x in shuffled.items()}
+
+    return by_groups
+
+
+def _in_order(x: Any, order: list[int]) -> Any:
+    """Returns the rows of a tensor or list in another order; other values as they are."""
+    if isinstance(x, Tensor):
+        return x[order] if x.dim() else x
+    return [x[row] for row in order] if isinstance(x, Sequence) else x
 
 
 def bare(model: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 
 from qla_kernels import Unsupported
 from qla_kernels.integrations import transformers as swapping
-from qla_kernels.integrations.trl import shared_prefix_trainer
+from qla_kernels.integrations.trl import SHUFFLE, of_groups, shared_prefix_trainer
 from tests.compare import assert_close
 from tests.tiny_hybrids import KINDS
 from tests.trl_trainers import WORDS, model_of, tokenizer_of
@@ -33,9 +33,9 @@ def trainer_of(kind: Any, model: Any, tokenizer: Any, folder: Path, **settings: 
     prompts = [" ".join(WORDS[i : i + n]) for i, n in ((0, 9), (11, 4), (20, 6), (30, 2))]
     chosen = config(
         output_dir=str(folder), use_cpu=True, report_to=[], save_strategy="no", max_steps=2,
-        per_device_train_batch_size=8, num_generations=4, max_completion_length=10,
-        logging_steps=1, disable_tqdm=True, seed=3,
-        **{"gradient_checkpointing": False, "bf16": False, "learning_rate": 1e-2, **settings},
+        num_generations=4, max_completion_length=10, logging_steps=1, disable_tqdm=True, seed=3,
+        **{"gradient_checkpointing": False, "bf16": False, "learning_rate": 1e-2,
+           "per_device_train_batch_size": 8, **settings},
     )  # fmt: skip
 
     def reward(completions: list[str], **_: Any) -> list[float]:
@@ -52,7 +52,8 @@ SETTINGS = [
     {},
     {"beta": 0.1, "gradient_checkpointing": True},
     {"num_iterations": 2, "temperature": 0.7},
-    {"steps_per_generation": 2, "entropy_coef": 0.01},
+    # a step of 1e-2 makes routers choose experts by differences of one rounding
+    {"steps_per_generation": 2, "entropy_coef": 0.01, "learning_rate": 1e-3},
 ]
 # options of docs/shared-prompts.md that need nothing
 OPTIONS = [
@@ -71,6 +72,14 @@ def run_of(kind: Any, model: Any, tokenizer: Any, folder: Path, **settings: Any)
     return log, torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
+@pytest.fixture
+def of_whole_groups(monkeypatch):
+    """Plain TRL shuffles groups as well, so that batches have the same rows."""
+    home = importlib.import_module("trl.trainer.grpo_trainer")
+    monkeypatch.setattr(home, SHUFFLE, of_groups(getattr(home, SHUFFLE)))
+
+
+@pytest.mark.usefixtures("of_whole_groups")
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("name", ["Qwen3", "Qwen3.5", "Qwen3Next-MoE"])
 def test_a_training_run_is_that_of_plain_trl(tokenizer, tmp_path, name, settings, caplog):
@@ -168,10 +177,46 @@ def test_parts_of_groups_are_said_before_the_gain(tokenizer, tmp_path, caplog):
     """The gain was that of rows for the old policy, which are whole groups, and came first."""
     model = model_of("Qwen3", len(tokenizer), tmp_path / "model")
     kind = shared_prefix_trainer(trl.GRPOTrainer)
-    run_of(kind, model, tokenizer, tmp_path, steps_per_generation=2)
+    size = {"per_device_train_batch_size": 6, "steps_per_generation": 2}
+    run_of(kind, model, tokenizer, tmp_path, **size)
     first, second = (text for text in caplog.messages if text.startswith("shared prompts: "))
-    assert first.startswith("shared prompts: a batch holds parts of groups (1 of 4 responses)")
+    assert first.startswith("shared prompts: a batch holds parts of groups (2 of 4 responses)")
     assert second.startswith("shared prompts: the first batch has")
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_accumulated_batches_hold_whole_groups(tokenizer, tmp_path, size, caplog):
+    """TRL's own settings: a generation is as many batches as are accumulated. Its rows were mixed.
+
+    A step is that of plain TRL, whose batches have other rows, because it adds up all of them.
+    """
+    settings = {"gradient_accumulation_steps": 8 // size * 2, "per_device_train_batch_size": size}
+    found = []
+    for kind in (trl.GRPOTrainer, shared_prefix_trainer(trl.GRPOTrainer)):
+        model = model_of("Qwen3", len(tokenizer), tmp_path / "model")
+        found.append(run_of(kind, model, tokenizer, tmp_path, **settings))
+    (want_log, want), (got_log, got) = found
+    for a, b in zip(got_log, want_log, strict=True):
+        for measure in ("loss", "grad_norm", "reward"):
+            assert a[measure] == pytest.approx(b[measure], rel=1e-3, abs=1e-5), measure
+    assert want_log[0]["grad_norm"] > 0
+    assert_close("weights", got, want, 1e-4)
+    assert not [text for text in caplog.messages if "parts of groups" in text]
+
+
+def test_layers_of_liger_stay_where_they_are(tokenizer, tmp_path, monkeypatch):
+    """`use_liger_kernel`, which was refused: TRL leaves its head out, so layers alone change."""
+    applied: list[dict[str, Any]] = []
+
+    def apply(model: Any, config: Any) -> None:
+        applied.append(config)
+        for layer in model.model.layers:  # as Liger does: functions of instances
+            norm = layer.input_layernorm
+            norm.forward = type(norm).forward.__get__(norm)
+
+    monkeypatch.setattr("transformers.trainer.apply_liger_kernel", apply)
+    assert_same_logs(tokenizer, tmp_path, "Qwen3", use_liger_kernel=True)
+    assert applied == [{"fused_linear_cross_entropy": False}] * 2
 
 
 def test_the_trained_model_generates(tokenizer, tmp_path):
