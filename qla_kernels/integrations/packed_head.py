@@ -4,8 +4,8 @@
         out = model(**batch.model_inputs())
     logprobs, entropies = values(out)
 
-The module of the model's head runs, so its weight is there under FSDP and adapters are applied; only
-the module's forward is exchanged. Logits of all tokens are in memory at no time.
+The module of the model's head runs, so its weight is there under FSDP, and adapters are applied;
+only the module's forward is exchanged. Logits of all tokens are in memory at no time.
 """
 
 from collections.abc import Callable, Iterator
@@ -46,11 +46,11 @@ class PackedHead:
     def __call__(self, hidden: Tensor) -> Tensor:
         assert self.task is not None, "packed_head installs and removes it"
         batch, temperature, in_fp32 = self.task
-        kind = hidden.device.type
+        hidden, kind = hidden.flatten(0, -2), hidden.device.type  # of one packed row
         on = torch.is_autocast_enabled(kind) and not in_fp32
         with torch.autocast(kind, torch.get_autocast_dtype(kind), enabled=on):
             logprobs, entropies = batch.logprobs(
-                hidden[0].float() if in_fp32 else hidden[0],
+                hidden.float() if in_fp32 else hidden,
                 self.head,
                 temperature=temperature / self.factor,
                 entropy=True,

@@ -9,14 +9,16 @@ in every process:
     integrations.verl.patch()
 
 Old log-probabilities, the reference policy and the update then run packed batches: engines for
-language models that are built afterwards compute each prompt of a micro-batch once. Micro-batches
-keep the responses of a prompt together, and `ppo_max_token_len_per_gpu` counts packed tokens. Other
-engines do not change. This file does not import veRL; it is tested with veRL 0.9.1.
+language models that are built afterwards compute each prompt of a micro-batch once, and our head
+computes log-probabilities and entropies without logits. Micro-batches keep the responses of a
+prompt together, and `ppo_max_token_len_per_gpu` counts packed tokens. Other engines do not change.
+This file does not import veRL; it is tested with veRL 0.9.1.
 """
 
 import importlib
 from collections.abc import Callable
-from functools import wraps
+from contextlib import ExitStack
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -26,21 +28,23 @@ from qla_kernels import SharedBatch, pack_prefix_tree, plan_microbatches
 from qla_kernels.dualkv import PaddedGroup
 from qla_kernels.errors import Unsupported, need
 from qla_kernels.integrations import transformers_dualkv
+from qla_kernels.integrations.packed_head import packed_head
 from qla_kernels.integrations.trl import bare, exchanged, log, log_gain
 
 OP = "qla_kernels.integrations.verl"
 HOME, RELEASES = "verl.workers.engine.fsdp.transformer_impl", "veRL 0.9.1"
 NOT_PACKED = ("distillation_use_topk", "distillation_only", "calculate_sum_pi_squared")
 PATCHED, PACKS, SAYS = "qla_kernels_patched", "_qla_kernels_packs", "_qla_kernels_said"
-SAYS_CUT = "_qla_kernels_said_cut"
+SAYS_CUT, STEP = "_qla_kernels_said_cut", "_qla_kernels_step"
 
 
 def patch() -> None:
     """Patches veRL so that engines that are built later pack batches; a repeat changes nothing.
 
     Building an engine raises Unsupported for models that `transformers_dualkv.check` refuses, and
-    for settings that packing does not support: Ulysses, fused kernels, Liger, a static padded
-    length. An engine warns once if max_token_len_per_gpu splits the responses of a prompt.
+    for settings that packing does not support: Ulysses, a static padded length. With
+    use_fused_kernels, veRL's fused head is not installed: ours takes its place, as it does without.
+    An engine warns once if max_token_len_per_gpu splits the responses of a prompt.
 
     Raises:
         Unsupported: veRL cannot be imported, or lacks a function that is patched. The version is
@@ -52,15 +56,17 @@ def patch() -> None:
         return
     build = engine._build_module
     inputs, outputs = heads.prepare_model_inputs, heads.prepare_model_outputs
-    run = heads.forward_backward_batch
+    run, step = heads.forward_backward_batch, heads.forward_step
 
     @wraps(build)
     def _build_module(self: Any) -> Any:
-        module = build(self)
-        if isinstance(self, heads) and self.model_config.model_type == "language_model":
-            _check_settings(self)
-            transformers_dualkv.prepare(bare(module))
-            setattr(self, PACKS, True)
+        if not isinstance(self, heads) or self.model_config.model_type != "language_model":
+            return build(self)
+        _check_settings(self)
+        with exchanged(home, apply_monkey_patch=_without_fused_head(home.apply_monkey_patch)):
+            module = build(self)
+        transformers_dualkv.prepare(bare(module))
+        setattr(self, PACKS, True)
         return module
 
     @wraps(inputs)
@@ -73,7 +79,9 @@ def patch() -> None:
             setattr(self, SAYS, True)
         call = batch.model_inputs()
         del call["use_cache"]  # the engine passes it
-        return call, {"batch": batch}
+        head = packed_head(bare(self.module), batch, temperature=_temperature(micro_batch))
+        values = getattr(self, STEP).enter_context(head)
+        return call, {"batch": batch, "values": values}
 
     @wraps(outputs)
     def prepare_model_outputs(
@@ -81,7 +89,13 @@ def patch() -> None:
     ) -> Any:
         if not getattr(self, PACKS, False):
             return outputs(self, output, output_args, micro_batch, logits_processor_func)
-        return unpack(output.logits[0], output_args["batch"], micro_batch)
+        return unpack(output_args["values"](output), output_args["batch"], micro_batch)
+
+    @wraps(step)
+    def forward_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as exchanges:  # those of prepare_model_inputs
+            setattr(self, STEP, exchanges)
+            return step(self, *args, **kwargs)
 
     @wraps(run)
     def forward_backward_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -94,8 +108,21 @@ def patch() -> None:
     engine._build_module = _build_module
     heads.prepare_model_inputs = prepare_model_inputs
     heads.prepare_model_outputs = prepare_model_outputs
+    heads.forward_step = forward_step
     heads.forward_backward_batch = forward_backward_batch
     setattr(heads, PATCHED, True)
+
+
+def _without_fused_head(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns veRL's function that changes a model, without the fused head.
+
+    veRL's fused head replaces the model's forward, which then takes labels of unpacked rows.
+    """
+    return wraps(theirs)(partial(_apply_without, theirs))
+
+
+def _apply_without(theirs: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    return theirs(*args, **{**options, "use_fused_kernels": False})
 
 
 def pack(micro_batch: Any) -> SharedBatch:
@@ -114,20 +141,19 @@ def pack(micro_batch: Any) -> SharedBatch:
     return pack_prefix_tree(sequences, loss_mask=chosen)
 
 
-def unpack(logits: Tensor, batch: SharedBatch, micro_batch: Any) -> dict[str, Tensor]:
-    """Computes log_probs, and entropy if the micro-batch asks for it, nested like input_ids.
+def unpack(
+    values: tuple[Tensor, Tensor], batch: SharedBatch, micro_batch: Any
+) -> dict[str, Tensor]:
+    """Returns log_probs, and entropy if the micro-batch asks for it, nested like input_ids.
 
     The value of a target is stored at the token before the target; all other entries are 0.
 
     Args:
-        logits: [M, vocabulary], or [T, vocabulary] for models whose forward veRL replaces.
+        values: log-probabilities and entropies of the batch's targets, [L].
         batch: the packed batch of the micro-batch, from `pack`.
         micro_batch: veRL's micro-batch; its calculate_entropy asks for the entropy.
     """
-    if len(logits) == batch.num_tokens:
-        logits = logits[batch.src_rows]
     with_entropy = bool(value(micro_batch, "calculate_entropy"))
-    results = batch.gather_logprobs(logits, temperature=_temperature(micro_batch), entropy=True)
     offsets = micro_batch["input_ids"].offsets()
     place = offsets[batch.row] + batch.column - 1
 
@@ -136,7 +162,7 @@ def unpack(logits: Tensor, batch: SharedBatch, micro_batch: Any) -> dict[str, Te
         return torch.nested.nested_tensor_from_jagged(values, offsets)
 
     names = ("log_probs", "entropy") if with_entropy else ("log_probs",)
-    return {name: nested(x) for name, x in zip(names, results, strict=False)}
+    return {name: nested(x) for name, x in zip(names, values, strict=False)}
 
 
 def response_lengths(data: Any) -> list[int]:
@@ -228,9 +254,6 @@ def _check_settings(engine: Any) -> None:
     """Raises Unsupported for settings of an engine that packed batches do not have."""
     if engine.engine_config.ulysses_sequence_parallel_size > 1:
         _refuse("ulysses_sequence_parallel_size > 1", "1")
-    for name in ("use_fused_kernels", "use_liger"):
-        if getattr(engine.model_config, name, False):
-            _refuse(f"{name}=True", "False")
     if getattr(engine.engine_config, "pad_to_length", False):
         _refuse("pad_to_length", "none")
 
@@ -241,9 +264,9 @@ def _engines() -> Any:
         home = importlib.import_module(HOME)
         for name in ("_build_module", "forward_backward_batch"):
             getattr(home.FSDPEngine, name)
-        for name in ("prepare_model_inputs", "prepare_model_outputs"):
+        for name in ("prepare_model_inputs", "prepare_model_outputs", "forward_step"):
             getattr(home.FSDPEngineWithLMHead, name)
-        home.prepare_micro_batches  # noqa: B018
+        home.prepare_micro_batches, home.apply_monkey_patch  # noqa: B018
     except (ImportError, AttributeError) as error:
         got, fix = f"veRL cannot be used ({error})", "pip install 'verl==0.9.1'"
         raise Unsupported(need(OP, got, RELEASES, fix)) from error

@@ -1,4 +1,4 @@
-"""`shared_prefix_trainer` on a stand-in of TRL's trainer and fused head; rows with one label."""
+"""`shared_prefix_trainer` on a stand-in of TRL's trainer."""
 
 import sys
 from contextlib import nullcontext
@@ -10,76 +10,40 @@ import torch
 from torch import Tensor, nn
 
 from examples import dualkv_grpo
-from qla_kernels import SharedLayout, Unsupported
-from qla_kernels.dualkv import padded_groups
+from qla_kernels import Unsupported
 from qla_kernels.integrations import trl, trl_async
-from qla_kernels.integrations.one_label import IGNORED, by_prompt, one_label
 from tests.compare import assert_close
-
-PAD = 0
-
-
-def padded(prompts: list[list[int]], responses: list[list[int]]) -> tuple[Tensor, Tensor, int]:
-    left, right = (max(map(len, x)) for x in (prompts, responses))
-    rows = [
-        [PAD] * (left - len(p)) + p + r + [PAD] * (right - len(r))
-        for p, r in zip(prompts, responses, strict=True)
-    ]
-    ids = torch.tensor(rows)
-    return ids, (ids != PAD).long(), left
-
-
-def test_each_token_has_one_label():
-    """Rows 0 and 2 share a prompt of three tokens, row 1 has one of one, row 3 no response."""
-    prompts = [[4, 5, 6], [7], [4, 5, 6], [4, 5, 6]]
-    ids, mask, width = padded(prompts, [[8, 9], [1], [3], []])
-    packed = one_label(ids, mask, width)
-    assert packed.input_ids.tolist() == [4, 5, 6, 8, 9, 6, 3, 6, 7, 1]
-    assert packed.position_ids.tolist() == [0, 1, 2, 3, 4, 2, 3, 2, 0, 1]
-    assert packed.labels.tolist() == [
-        IGNORED, IGNORED, 8, 9, IGNORED, 3, IGNORED, IGNORED, 1, IGNORED,
-    ]  # fmt: skip
-    assert packed.multiplicity.tolist() == [3, 3, *[1] * 8]
-    want = SharedLayout.from_forest([2, 3, 2, 1, 2], [-1, 0, 0, 0, -1])
-    assert torch.equal(packed.layout.tout, want.tout)
-    assert packed.to_padded(torch.arange(10)).tolist() == [[2, 3], [8, 0], [5, 0], [0, 0]]
-    assert (packed.unpacked, packed.num_tokens) == (5 + 2 + 4 + 3, 10)
-    assert by_prompt(padded_groups(ids, mask, width), 2) == [[0, 2], [3, 1]]
 
 
 class Model(nn.Module):
-    """The example's model, called as TRL calls one with its fused head."""
-
-    entropies = True
+    """The example's model, called as transformers' models are."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = dualkv_grpo.Qwen3()
         self.config = SimpleNamespace(_attn_implementation="eager", num_experts_per_tok=2)
         self.config.get_text_config = lambda: self.config
-        self.base_model = nn.Identity()
 
     def set_attn_implementation(self, name: str) -> None:
         self.config._attn_implementation = name
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.inner.head
 
     def forward(
         self,
         input_ids: Tensor,
         position_ids: Tensor,
         shared_prefix: Any,
-        shift_labels: Tensor,
-        fused_lm_head: bool,
+        logits_to_keep: Tensor,
+        use_cache: bool,
         output_router_logits: bool = False,
     ) -> Any:
-        assert fused_lm_head
-        self.base_model(SimpleNamespace(router_logits=(torch.zeros(input_ids.shape[1], 4),)))
+        assert not use_cache
         with torch.autocast("cpu", enabled=False):
-            rows = torch.arange(input_ids.shape[1])
-            logits = self.inner(input_ids[0], position_ids[0], rows, shared_prefix)
-        logps = logits.log_softmax(-1)
-        chosen = logps.gather(1, shift_labels[0].clamp(min=0)[:, None])[:, 0]
-        entropy = -(logps.exp() * logps).sum(-1)[None] if self.entropies else None
-        return SimpleNamespace(log_probs=chosen[None], entropy=entropy)
+            logits = self.inner(input_ids[0], position_ids[0], logits_to_keep, shared_prefix)
+        routers = (torch.zeros(input_ids.shape[1], 4),) if output_router_logits else None
+        return SimpleNamespace(logits=logits, router_logits=routers)
 
 
 class Base:
@@ -88,7 +52,7 @@ class Base:
     def __init__(self, model: Model, ref_model: Model | None = None, **given: Any) -> None:
         self.model, self.ref_model = model, ref_model
         self.num_generations = given.pop("num_generations", 1)
-        self.args = SimpleNamespace(**given)
+        self.args, self.temperature = SimpleNamespace(**given), 1.0
         self.accelerator = SimpleNamespace(
             unwrap_model=lambda model: model, autocast=nullcontext, is_main_process=True
         )
@@ -153,6 +117,7 @@ def test_log_probabilities_are_those_of_whole_sequences(made, rollouts, size, ca
     assert_close("log-probabilities", logps.detach(), whole, 1e-6)
     assert others == [None, None]
     assert logps.requires_grad
+    assert "forward" not in vars(model.inner.head)
     _, entropies, aux = trainer._get_per_token_logps_and_entropies(
         *call, compute_entropy=True, compute_aux_loss=True, **given
     )
@@ -176,17 +141,54 @@ def test_a_batch_with_parts_of_groups_is_reported_once(made, rollouts, caplog):
         said = [message for message in caplog.messages if "parts of groups" in message]
         assert len(said) == reports
     assert "(1 of 2 responses)" in said[0]
-    assert "set steps_per_generation=1 and per_device_train_batch_size to a multiple of" in said[0]
+    assert "set per_device_train_batch_size to a multiple of num_generations" in said[0]
 
 
-def test_a_reference_policy_has_no_entropies(made, rollouts):
+def test_a_reference_policy_is_prepared(made, rollouts):
     model, ids, mask, whole = rollouts
     trainer = made(Model(), ref_model=model)
     assert model.config._attn_implementation == "shared_prefix"
-    model.entropies = False
-    found = trainer._get_per_token_logps_and_entropies(model, ids, mask, whole.shape[1])
-    assert_close("log-probabilities", found[0].detach(), whole, 1e-6)
+    with torch.no_grad():
+        found = trainer._get_per_token_logps_and_entropies(model, ids, mask, whole.shape[1])
+    assert_close("log-probabilities", found[0], whole, 1e-6)
     assert found[1] is None
+
+
+def test_groups_come_in_random_order_and_whole():
+    """Tensors, lists and numbers of a generation; random numbers are those of TRL's shuffle."""
+    rows = {
+        "prompt_ids": torch.tensor([[0, 5], [0, 5], [7, 5], [7, 5], [0, 0], [0, 0]]),
+        "prompt_mask": torch.tensor([[0, 1], [0, 1], [1, 1], [1, 1], [0, 1], [0, 1]]),
+        "advantages": torch.arange(6.0),
+        "texts": list("abcdef"),
+        "num_items_in_batch": torch.tensor(3),
+        "images": None,
+    }
+
+    def shuffle(batch: dict[str, Any]) -> dict[str, Any]:
+        order = torch.randperm(6).tolist()
+        return {name: trl._in_order(x, order) for name, x in batch.items()}
+
+    seen = set()
+    for seed in range(30):
+        torch.manual_seed(seed)
+        first = shuffle(rows)["texts"]
+        torch.manual_seed(seed)
+        found = trl.of_groups(shuffle)(rows)
+        after = torch.rand(1)
+        torch.manual_seed(seed)
+        shuffle(rows)
+        assert torch.equal(torch.rand(1), after)
+        letters = "".join(found["texts"])
+        pairs = {letters[i : i + 2] for i in (0, 2, 4)}
+        assert {"".join(sorted(pair)) for pair in pairs} == {"ab", "cd", "ef"}
+        assert letters[0] == first[0]
+        assert found["advantages"].tolist() == ["abcdef".index(x) for x in letters]
+        assert (int(found["num_items_in_batch"]), found["images"]) == (3, None)
+        seen.add(letters)
+    assert len(seen) > 15
+    other = {"x": torch.arange(3)}
+    assert trl.of_groups(lambda batch: batch)(other) is other
 
 
 @pytest.mark.parametrize("method", ["train", "evaluation_loop"])
@@ -221,8 +223,6 @@ def test_a_method_that_would_not_be_called_is_refused(made):
 
 
 def test_arguments_and_releases_that_are_refused(made, monkeypatch):
-    with pytest.raises(Unsupported, match=r"use_liger_kernel=True.*; need False"):
-        made(Model(), use_liger_kernel=True)
     for base, got in ((Model, "Model"), (Model(), "a Model"), (Base(Model()), "a Base")):
         with pytest.raises(TypeError, match=rf"{got}; need trl\.GRPOTrainer, or a class with"):
             trl.shared_prefix_trainer(base)

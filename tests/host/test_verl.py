@@ -71,27 +71,25 @@ def test_packed_rows_have_the_values_of_whole_ones(rows):
     model, data = rows
     batch = verl.pack(data)
     with torch.autocast("cpu", enabled=False), torch.no_grad():
-        everything = torch.arange(batch.num_tokens)
-        logits = model(batch.input_ids, batch.position_ids, everything, batch.layout)
-    found = verl.unpack(logits, batch, data)
-    logits = logits[batch.src_rows]
-    less = verl.unpack(logits, batch, data)
-    assert torch.equal(less["log_probs"].values(), found["log_probs"].values())
+        logits = model(batch.input_ids, batch.position_ids, batch.src_rows, batch.layout)
+    values = batch.gather_logprobs(logits, entropy=True)
+    found = verl.unpack(values, batch, data)
     assert set(found) == {"log_probs"}
     lengths = verl.response_lengths(data)
-    for values, x, n in zip(
+    for values_, x, n in zip(
         found["log_probs"].unbind(), data["input_ids"].unbind(), lengths, strict=True
     ):
-        got = values[len(values) - n - 1 : -1]  # as its losses take them
+        got = values_[len(values_) - n - 1 : -1]  # as its losses take them
         assert_close("log-probabilities", got, whole(model, x)[len(x) - n - 1 :], 1e-6)
-    entropy = verl.unpack(logits, batch, {**data, "calculate_entropy": True})["entropy"]
+    entropy = verl.unpack(values, batch, {**data, "calculate_entropy": True})["entropy"]
     assert torch.equal(entropy.offsets(), data["input_ids"].offsets())
-    one = torch.tensor([[1.0]]).expand(len(lengths), 1)
-    again = verl.unpack(logits, batch, {**data, "temperature": one})["log_probs"]
-    assert torch.equal(again.values(), found["log_probs"].values())
-    one = torch.rand(len(lengths))
+
+
+def test_temperatures_of_a_micro_batch():
+    for one in (0.7, torch.tensor([[0.7]]).expand(3, 1)):
+        assert verl._temperature({"temperature": one}) == pytest.approx(0.7)
     with pytest.raises(Unsupported, match="rows of several temperatures; need one"):
-        verl.unpack(logits, batch, {**data, "temperature": one})
+        verl._temperature({"temperature": torch.rand(3)})
 
 
 @pytest.mark.parametrize(
@@ -101,6 +99,27 @@ def test_batches_that_are_refused(rows, asked):
     with pytest.raises(Unsupported, match=f"a micro-batch with {next(iter(asked))}; need text"):
         verl.pack({**rows[1], **asked})
     verl.pack({**rows[1], "multi_modal_inputs": [{}, {}], "distillation_only": False})
+
+
+class Policy(torch.nn.Module):
+    """A model whose logits are those of a head, of the rows that a call keeps or of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm_head = torch.nn.Linear(8, dualkv_grpo.VOCABULARY)
+        self.config, self.keeps_all = SimpleNamespace(), False
+
+    def get_output_embeddings(self) -> Any:
+        return self.lm_head
+
+    def forward(self, input_ids: Tensor, logits_to_keep: Tensor, **_: Any) -> Any:
+        hidden = self.hidden(input_ids)
+        return SimpleNamespace(
+            logits=self.lm_head(hidden if self.keeps_all else hidden[:, logits_to_keep])
+        )
+
+    def hidden(self, input_ids: Tensor) -> Tensor:
+        return torch.sin(input_ids[..., None] * torch.arange(1.0, 9))
 
 
 class Engine:
@@ -115,7 +134,12 @@ class Engine:
         self.engine_config = SimpleNamespace(ulysses_sequence_parallel_size=self.ulysses)
 
     def _build_module(self) -> Any:
-        return SimpleNamespace()
+        home = sys.modules[verl.HOME]
+        self.module = Policy()
+        home.apply_monkey_patch(
+            model=self.module, use_fused_kernels=self.model_config.use_fused_kernels
+        )
+        return self.module
 
     def forward_backward_batch(self, data: Any) -> Any:
         home = sys.modules[verl.HOME]
@@ -130,15 +154,21 @@ def home(monkeypatch):
         def prepare_model_inputs(self, micro_batch: Any) -> Any:
             return "theirs"
 
-        def prepare_model_outputs(self, *_: Any) -> Any:
+        def prepare_model_outputs(self, *_: Any, **__: Any) -> Any:
             return "theirs"
+
+        def forward_step(self, micro_batch: Any) -> Any:
+            call, kept = self.prepare_model_inputs(micro_batch)
+            out = self.module(**call, use_cache=False)
+            return call, self.prepare_model_outputs(out, kept, micro_batch, None)
 
     class FSDPEngine(Engine):
         pass
 
     made = SimpleNamespace(
-        FSDPEngine=Engine, FSDPEngineWithLMHead=WithHead,
+        FSDPEngine=Engine, FSDPEngineWithLMHead=WithHead, fused=[],
         prepare_micro_batches=lambda data, dp_group, **_: "theirs",
+        apply_monkey_patch=lambda model, use_fused_kernels: made.fused.append(use_fused_kernels),
     )  # fmt: skip
     tools = SimpleNamespace(
         get_device_name=lambda: "cpu", index_select_tensor_dict=lambda data, rows: rows
@@ -168,13 +198,10 @@ def test_an_engine_of_a_policy_packs(home, rows, most, caplog):
     assert sorted(row for micro_batch in found for row in micro_batch) == list(range(7))
     assert all(found)
     assert len(found) == max(3, most)  # of 60 tokens, with prompts
-    call, kept = engine.prepare_model_inputs(data)
-    engine.prepare_model_inputs(data)
-    assert set(call) == {"input_ids", "position_ids", "shared_prefix", "logits_to_keep"}
-    batch = kept["batch"]
-    logits = torch.randn(1, len(batch.src_rows), dualkv_grpo.VOCABULARY)
-    out = engine.prepare_model_outputs(SimpleNamespace(logits=logits), kept, data, None)
-    assert set(out) == {"log_probs"}
+    for _ in range(2):
+        call, out = engine.forward_step(data)
+        assert set(call) == {"input_ids", "position_ids", "shared_prefix", "logits_to_keep"}
+        assert set(out) == {"log_probs"}
     assert sum("times fewer" in message for message in caplog.messages) == 1
     assert engine.forward_backward_batch({**data, "use_dynamic_bsz": False}) == "theirs"
 
@@ -209,33 +236,32 @@ def test_a_group_is_cut_into_few_and_even_micro_batches(room, rows):
     assert [len(micro_batch) for micro_batch in verl.micro_batches([group], room)] == rows
 
 
-def test_memory_of_logits(monkeypatch):
-    """Of what torch allocates: 4 bytes a row and word, for all T rows of a replaced forward."""
-    monkeypatch.setattr("qla_kernels.dualkv.logprobs.ELEMENTS", 1 << 18)
-    vocabulary, prompt = 20000, torch.arange(400)
-    sequences = [torch.cat([prompt, torch.randint(1000, (200,))]) for _ in range(4)]
-    rows = {"input_ids": sequences, "responses": [x[400:] for x in sequences]}
-    data: dict[str, Any] = {
-        name: torch.nested.nested_tensor(x, layout=torch.jagged) for name, x in rows.items()
-    }
-    data |= {"calculate_entropy": True, "temperature": 1.0}
-    batch = verl.pack(data)
-    head = torch.randn(vocabulary, 8).bfloat16().requires_grad_()
-
-    def loss(hidden):
-        logits = (hidden @ head.T)[None]  # gone when the engine's forward_step returns
-        return sum(x.values().sum() for x in verl.unpack(logits[0], batch, data).values())
-
-    for count in (len(batch.src_rows), batch.num_tokens):
-        hidden = torch.randn(count, 8).bfloat16().requires_grad_()
-        with torch.profiler.profile(profile_memory=True) as run:
-            loss(hidden).backward()
-        events = [x for x in run.profiler.kineto_results.events() if x.name() == "[memory]"]
-        now = most = 0
-        for event in sorted(events, key=lambda x: x.start_ns()):
-            now += event.nbytes()
-            most = max(most, now)
-        assert most == pytest.approx(4 * count * vocabulary, rel=0.15)
+@pytest.mark.parametrize("fused", [False, True], ids=["", "use_fused_kernels"])
+@pytest.mark.parametrize("keeps_all", [False, True], ids=["rows of targets", "all rows"])
+def test_our_head_takes_the_place_of_theirs(home, rows, keeps_all, fused, monkeypatch):
+    """With models whose forward veRL replaces, too; afterwards the head gives logits again."""
+    monkeypatch.setattr(Engine, "fused", fused)
+    data = {**rows[1], "calculate_entropy": True, "temperature": 0.7}
+    engine, batch = home.FSDPEngineWithLMHead(), verl.pack(data)
+    model = engine._build_module()
+    model.keeps_all = keeps_all
+    assert home.fused == [False]  # veRL's function was asked for no fused head
+    _, found = engine.forward_step(data)
+    hidden = model.hidden(batch.input_ids)[batch.src_rows]
+    logits = model.lm_head(hidden)
+    assert logits.shape == (len(hidden), dualkv_grpo.VOCABULARY)
+    values = batch.gather_logprobs(logits, temperature=0.7, entropy=True)
+    for name, want in verl.unpack(values, batch, data).items():
+        assert_close(name, found[name].values().detach(), want.values().detach(), 1e-6)
+    (got,), (want,) = (
+        torch.autograd.grad(x.sum(), model.lm_head.weight)
+        for x in (found["log_probs"].values(), values[0])
+    )
+    assert_close("dweight", got, want, 1e-5)
+    monkeypatch.setattr(model, "hidden", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.forward_step(data)
+    assert "forward" not in vars(model.lm_head)
 
 
 def test_importing_the_module_that_the_option_names_patches(home, monkeypatch):
@@ -270,6 +296,7 @@ def test_an_installed_verl_imports_the_module_that_the_option_names(monkeypatch)
 def test_other_engines_are_left_alone(home, rows):
     engine = home.FSDPEngineWithLMHead("value_model")
     engine._build_module()
+    assert home.fused == [False]
     assert engine.prepare_model_inputs(rows[1]) == "theirs"
     assert engine.prepare_model_outputs(None, None, None, None) == "theirs"
     assert engine.forward_backward_batch(rows[1]) == "theirs"
@@ -279,8 +306,6 @@ def test_other_engines_are_left_alone(home, rows):
     ("name", "given", "text"),
     [
         ("ulysses", 2, "ulysses_sequence_parallel_size > 1"),
-        ("fused", True, "use_fused_kernels=True"),
-        ("liger", True, "use_liger=True"),
     ],
 )
 def test_settings_that_are_refused(home, name, given, text, monkeypatch):
@@ -389,12 +414,14 @@ def test_a_batch_of_an_installed_verl(name, tmp_path, one_process, monkeypatch):
     ):
         for patched in names:
             monkeypatch.setattr(kind, patched, getattr(kind, patched))
+    step = home.FSDPEngineWithLMHead.forward_step
     verl.patch()
     try:
         found, got = run(model)
     finally:
         delattr(home.FSDPEngineWithLMHead, verl.PATCHED)
         del home.FSDPEngineWithLMHead.forward_backward_batch
+        home.FSDPEngineWithLMHead.forward_step = step
         swapping.restore(model) if name != "Qwen3" else None
     lengths = verl.response_lengths(data)
     for key in ("log_probs", "entropy"):
