@@ -30,6 +30,7 @@ from qla_kernels.errors import Unsupported, need
 from qla_kernels.integrations import transformers_dualkv
 from qla_kernels.integrations.packed_head import packed_head
 from qla_kernels.integrations.trl import bare, exchanged, log, log_gain
+from qla_kernels.integrations.verl_trainers import patch_trainers
 
 OP = "qla_kernels.integrations.verl"
 HOME, RELEASES = "verl.workers.engine.fsdp.transformer_impl", "veRL 0.9.1"
@@ -41,6 +42,8 @@ SAYS_CUT, STEP = "_qla_kernels_said_cut", "_qla_kernels_step"
 def patch() -> None:
     """Patches veRL so that engines that are built later pack batches; a repeat changes nothing.
 
+    In a trainer's process, the trainer deals whole groups over ranks (see verl_trainers.py).
+
     Building an engine raises Unsupported for models that `transformers_dualkv.check` refuses, and
     for settings that packing does not support: Ulysses, a static padded length. With
     use_fused_kernels, veRL's fused head is not installed: ours takes its place, as it does without.
@@ -51,6 +54,7 @@ def patch() -> None:
             not checked.
     """
     home = _engines()
+    patch_trainers()
     engine, heads = home.FSDPEngine, home.FSDPEngineWithLMHead
     if getattr(heads, PATCHED, False):
         return

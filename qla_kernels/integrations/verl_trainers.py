@@ -1,0 +1,140 @@
+"""veRL's trainers with `patch_trainers`: the responses of a prompt go to one rank.
+
+veRL deals rows over data-parallel ranks by their lengths, which separates the responses of a
+prompt. `verl.patch` calls `patch_trainers`; in the trainer's process veRL imports the module that
+`external_lib` names before the first step. After veRL has made its batch (with padding rows, in its
+default trainer), rows are dealt again: whole groups, so that each mini-batch of each rank has about
+equal work of packed tokens. This file does not import veRL; it is tested with veRL 0.9.1.
+"""
+
+import logging
+import sys
+from collections.abc import Sequence
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+
+from qla_kernels.dualkv.microbatch import TOKEN_COST
+
+TRAINERS = {
+    "verl.trainer.ppo.v1.trainer_base": "PPOTrainer",  # the default
+    "verl.trainer.ppo.ray_trainer": "RayPPOTrainer",  # trainer.use_v1=False
+}
+METHOD, DEALS, SAID = "_balance_batch", "_qla_kernels_deals", "_qla_kernels_said_dealt"
+
+log = logging.getLogger("qla_kernels")
+
+
+class Row(NamedTuple):
+    """A sequence of a batch."""
+
+    group: str
+    prompt: int  # tokens
+    response: int
+
+
+def patch_trainers() -> None:
+    """Patches veRL's trainers of this process; a repeat changes nothing.
+
+    Modules that were not imported yet are left alone: a worker has no trainer.
+    """
+    for module, name in TRAINERS.items():
+        home = sys.modules.get(module)
+        kind = getattr(home, name, None)
+        if hasattr(kind, METHOD) and not hasattr(kind, DEALS):
+            setattr(kind, METHOD, _by_groups(home, getattr(kind, METHOD)))
+            setattr(kind, DEALS, True)
+
+
+def _by_groups(home: Any, theirs: Any) -> Any:
+    """Returns `_balance_batch` of a trainer, which deals groups after `theirs` has run."""
+
+    @wraps(theirs)
+    def balance_batch(self: Any, batch: Any, metrics: Any, *args: Any, **kwargs: Any) -> Any:
+        returned = theirs(self, batch, metrics, *args, **kwargs)
+        batch = batch if returned is None else returned
+        rows = rows_of(batch)
+        if not rows or getattr(self, "use_prefix_grouper", False):
+            return returned
+        ranks = 1 + max(self.actor_rollout_wg._dispatch_info["actor"])
+        settings = self.config.actor_rollout_ref
+        of_step = settings.actor.ppo_mini_batch_size * settings.rollout.n
+        steps = len(rows) // of_step if len(rows) % of_step == 0 else 1
+        lists = deal(rows, ranks * steps)
+        of_ranks = [[i for part in lists[rank::ranks] for i in part] for rank in range(ranks)]
+        _say_cut(self, rows, lists, ranks)
+        order = [row for of_rank in of_ranks for row in of_rank]
+        batch.reorder(order if hasattr(batch, "tags") else torch.tensor(order))
+        lengths = [row.prompt + row.response for row in rows]
+        prefix = kwargs.get("logging_prefix", "global_seqlen")
+        metrics.update(home.log_seqlen_unbalance(lengths, of_ranks, prefix))
+        return returned
+
+    return balance_batch
+
+
+def rows_of(batch: Any) -> list[Row]:
+    """Returns the rows of a batch of either trainer; none if they have no label of their prompt."""
+    if hasattr(batch, "tags"):  # keys are UID_SESSION_INDEX
+        return [
+            Row(
+                key if tag.get("is_padding") else key.partition("_")[0],
+                int(tag["prompt_len"]),
+                int(tag["response_len"]),
+            )
+            for key, tag in zip(batch.keys, batch.tags, strict=True)
+        ]
+    if "uid" not in batch.non_tensor_batch:
+        return []
+    mask, width = batch.batch["attention_mask"], batch.batch["responses"].shape[1]
+    sizes = mask[:, :-width].sum(1).tolist(), mask[:, -width:].sum(1).tolist()
+    return [
+        Row(str(uid), *x) for uid, *x in zip(batch.non_tensor_batch["uid"], *sizes, strict=True)
+    ]
+
+
+def deal(rows: Sequence[Row], lists: int) -> list[list[int]]:
+    """Deals rows to `lists` lists, which get as many rows and about equal work.
+
+    Returns the lists, of row numbers. The costliest group goes first, to the list with the least work that has room for all of it. A
+    group that fits nowhere is cut. The number of rows is a multiple of `lists`.
+    """
+    groups: dict[str, list[int]] = {}
+    for i, row in sorted(enumerate(rows), key=lambda x: x[1].group):  # no order of lengths
+        groups.setdefault(row.group, []).append(i)
+    dealt: list[list[int]] = [[] for _ in range(lists)]
+    room, work = [len(rows) // lists] * lists, [0.0] * lists
+    for group in sorted(groups.values(), key=lambda group: -_work(rows, group)):
+        rest = group
+        while rest:
+            open_lists = [i for i in range(lists) if room[i] >= len(rest)]
+            if open_lists:
+                place = min(open_lists, key=work.__getitem__)
+            else:
+                place = max(range(lists), key=room.__getitem__)
+            here, rest = rest[: room[place]], rest[room[place] :]
+            dealt[place] += here
+            room[place] -= len(here)
+            work[place] += _work(rows, here)
+    return dealt
+
+
+def _work(rows: Sequence[Row], group: Sequence[int]) -> float:
+    """Returns the cost of the rows of one prompt, packed, in units of a (query, key) pair."""
+    prompt, responses = rows[group[0]].prompt, [rows[i].response for i in group]
+    pairs = prompt * (prompt + 1) // 2 + sum(prompt * r + r * (r + 1) // 2 for r in responses)
+    return TOKEN_COST * (prompt + sum(responses)) + pairs
+
+
+def _say_cut(trainer: Any, rows: Sequence[Row], lists: Sequence[Sequence[int]], ranks: int) -> None:
+    """Warns once per trainer if groups are in several lists."""
+    groups = {row.group for row in rows}
+    pieces = sum(len({rows[i].group for i in part}) for part in lists)
+    if pieces > len(groups) and not getattr(trainer, SAID, False):
+        log.warning(
+            "shared prompts: %d groups are cut into %d pieces over ranks and mini-batches, and "
+            "share less: make ppo_mini_batch_size a multiple of the %d data-parallel ranks",
+            len(groups), pieces, ranks,
+        )  # fmt: skip
+        setattr(trainer, SAID, True)
