@@ -1,6 +1,9 @@
 """Device vocabulary: parts of kernels that do not depend on a family.
 
     schedule            roles of a kernel, their barriers, registers and shared memory; plain Python
+    rings, tiles        allocate a schedule's barriers and shared memory
+    strided             types of tensors with any strides
+    record              one argument of a macro in place of many: values, or a thread's variables
     constants, bounds   numbers that kernels share; clamping of numbers read from tables
     ring                shared-memory slots between producers and consumers
     named_barriers      barriers at which a fixed number of threads meet

@@ -5,6 +5,7 @@ and barrier arrive counts from it. The constructor of `Schedule` raises ValueErr
 that cannot run. `qla_kernels.inspect` compares the rest with the code that the compiler produced.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -20,6 +21,8 @@ WARPGROUP_THREADS = WARP * WARPGROUP
 
 FIRST_NAMED = 8  # id of a schedule's first named barrier; TileLang takes lower ones for its own
 LAST_NAMED = 15  # the hardware has 16 a CTA
+
+BARRIERS = 1_024  # bytes of a kernel's mbarriers, together with what aligns its tiles
 
 ONE = 1  # a signal sent by one elected thread, e.g. together with a TMA load
 
@@ -88,6 +91,27 @@ class Named(NamedTuple):
     used: bool = True
 
 
+class Tile(NamedTuple):
+    """A tile of shared memory: `tile.tiles` allocates it under its name in the schedule.
+
+    Attributes:
+        swizzled: in the layout in which rows and columns use all banks. Other tiles have the layout
+            that the compiler infers.
+        align: the size is rounded up to a multiple of so many bytes, where the compiler puts a tile
+            of this alignment behind it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    swizzled: bool = False
+    align: int = 1
+
+    @property
+    def bytes(self) -> int:
+        bits = int(self.dtype.lstrip("abcdefghijklmnopqrstuvwxyz"))
+        return -(-math.prod(self.shape) * bits // 8 // self.align) * self.align
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The roles of one CTA in thread order, and the budgets they share.
@@ -96,7 +120,9 @@ class Schedule:
         rings: datum -> slots: every barrier `<datum>_<event>` has that many copies; a barrier of no
             ring has one.
         named: the named barriers; ids are dealt out in this order, from FIRST_NAMED on.
-        smem_bytes: dynamic plus static shared memory, as assembled.
+        tiles: the tiles of shared memory, in the order in which the kernel allocates them.
+        smem_bytes: dynamic plus static shared memory, as assembled. Where it is not given, it is
+            what `tiles` and barriers take.
         ctas_per_sm: CTAs meant to be resident together; registers and shared memory must allow it.
         spill_bytes: spill stores plus loads that are tolerated; a number above 0 needs a
             `spill_reason`.
@@ -105,12 +131,16 @@ class Schedule:
     roles: tuple[Role, ...]
     rings: Mapping[str, int] = field(default_factory=dict)
     named: Mapping[str, Named] = field(default_factory=dict)
+    tiles: Mapping[str, Tile] = field(default_factory=dict)
     smem_bytes: int = 0
     ctas_per_sm: int = 1
     spill_bytes: int = 0
     spill_reason: str = ""
 
     def __post_init__(self) -> None:
+        if self.tiles and not self.smem_bytes:
+            size = sum(tile.bytes for tile in self.tiles.values()) + BARRIERS * bool(self.barriers)
+            object.__setattr__(self, "smem_bytes", size)
         self._check_roles()
         self._check_barriers()
         self._check_named()
