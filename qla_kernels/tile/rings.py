@@ -14,8 +14,8 @@ def rings(plan: Schedule, slots: Mapping[str, int] | None = None) -> Any:
 
     A datum with the barriers `<datum>_full` and `<datum>_free` is a `Ring`. A datum with a single
     barrier, such as `tail_full` of slots that nobody frees, is that barrier. Barriers of a datum
-    that has others are there under their own names. All are allocated in the order of `plan.rings`,
-    then of `plan.barriers`.
+    that has others, such as `kv_landed`, are there under their own names. All are allocated in the
+    order of `plan.rings`, then of `plan.barriers`, and those of others before `full` and `free`.
 
     Args:
         slots: the slots of a ring whose consumers use them in turn, a `RingInTurns`; `plan.rings`
@@ -37,6 +37,7 @@ def rings(plan: Schedule, slots: Mapping[str, int] | None = None) -> Any:
         elif len(names) == 1:
             found[datum] = _barrier(plan, f"{datum}_{names[0]}")
         else:
+            names.sort(key=("full", "free").__contains__)
             barriers = [f"{datum}_{event}" for event in names]
             found |= {barrier: _barrier(plan, barrier) for barrier in barriers}
     return Record(**found)
