@@ -67,8 +67,11 @@ from qla_kernels.tile.constants import LOG2E
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Role, Schedule
+from qla_kernels.tile.rings import rings
+from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Role, Schedule, Tile
 from qla_kernels.tile.softmax_backward import clear_hidden, ds_from_dp, probs_from_lse
+from qla_kernels.tile.strided import strided
+from qla_kernels.tile.tiles import tiles
 
 WARPGROUP_ROWS = 64  # of a warpgroup
 
@@ -89,8 +92,9 @@ PASS_CONFIGS = {
 
 def schedule(variant: Variant) -> Schedule:
     mma_regs, serving_regs = (240, 24) if variant.D < 256 else (232, 40)  # they count causal tiles
-    rings = {"k": 2, "v": 2 if variant.D < 256 else 1, "clean": 2}
-    tiles = (rings["k"] + rings["v"]) * KEY_TILES[variant.D][DQ]
+    slots = {"q": 1, "k": 2, "v": 2 if variant.D < 256 else 1, "clean": 2}
+    queries = Tile((2, WARPGROUP_ROWS, variant.D), variant.dtype)
+    keys = KEY_TILES[variant.D][DQ]
     return Schedule(
         roles=(
             Role(
@@ -121,10 +125,14 @@ def schedule(variant: Variant) -> Schedule:
             ),
             Role("spare", warps=2, regs=serving_regs, computes="fills the warpgroup"),
         ),
-        rings=rings,
+        rings=slots,
         named={"meet": Named(WARPGROUP_THREADS, copies=2)},  # the warps of a warpgroup
-        # Q, dO, the slots of K and V; barriers and alignment
-        smem_bytes=(2 * QUERY_ROWS + tiles) * variant.D * 2 + 1024,
+        tiles={
+            "q": queries,
+            "do": queries,
+            "k": Tile((slots["k"], keys, variant.D), variant.dtype),
+            "v": Tile((slots["v"], keys, variant.D), variant.dtype),
+        },
     )
 
 
@@ -147,37 +155,38 @@ class Item(NamedTuple):
 
 
 @T.macro
-def load(q, k, v, do, span, s_q, s_do, s_k, s_v, q_full, k_ring, v_ring, x, group):
+def load(q, k, v, do, span, s, ring, x, group):
     i, key0, head, full = (T.alloc_var("int32") for _ in range(4))
-    tile = keys_of(s_k)
+    tile = keys_of(s.k)
     for b in rolled(QUERY_ROWS // BOX):  # 1
         tok = x.token + (b * BOX & (1 << x.tile_log2) - 1)
         of_box = x.head0 + (b * BOX >> x.tile_log2)
         for c in T.unroll(q.shape[2] // PANEL):
-            for rows, to in ((q, s_q), (do, s_do)):
+            for rows, to in ((q, s.q), (do, s.do)):
                 T.tma_copy(
                     rows[tok : tok + BOX, of_box, c * PANEL : c * PANEL + PANEL],
                     to[b // 4, b % 4 * BOX : b % 4 * BOX + BOX, c * PANEL : c * PANEL + PANEL],
-                    barrier=q_full,
+                    barrier=ring.q,
                 )
-    T.barrier_arrive(q_full)
+    T.barrier_arrive(ring.q)
     head = x.head0 // group
+    tiles_of_head = (k, v, s, ring, head)
     key0 = x.node + (x.own_tiles - 1) * tile
-    fetch(k, v, s_k, s_v, k_ring, v_ring, head, 0, key0)
+    fetch(*tiles_of_head, 0, key0)
     i = 1
     if crosses(tile):
         for t in rolled(1, x.causal):
-            fetch(k, v, s_k, s_v, k_ring, v_ring, head, i, key0 - t * tile)
+            fetch(*tiles_of_head, i, key0 - t * tile)
             i += 1
     for n in rolled(x.span0, x.span0 + x.masked - x.causal):
         key0 = span[n, SPAN_K0] + span[n, FULL_TILES] * tile
-        fetch(k, v, s_k, s_v, k_ring, v_ring, head, i, key0)
+        fetch(*tiles_of_head, i, key0)
         i += 1
     full = x.tiles - i
     if x.spans > 0:
         full = T.min(full, x.own_tiles - x.causal)
     for t in rolled(full):
-        fetch(k, v, s_k, s_v, k_ring, v_ring, head, i, x.node + t * tile)
+        fetch(*tiles_of_head, i, x.node + t * tile)
         i += 1
     for n in rolled(x.span0, x.span0 + x.spans):
         key0 = span[n, SPAN_K0]
@@ -185,14 +194,14 @@ def load(q, k, v, do, span, s_q, s_do, s_k, s_v, q_full, k_ring, v_ring, x, grou
         if n + 1 < x.span0 + x.spans:
             full = T.min(full, span[n, FULL_TILES])
         for t in rolled(full):
-            fetch(k, v, s_k, s_v, k_ring, v_ring, head, i, key0 + t * tile)
+            fetch(*tiles_of_head, i, key0 + t * tile)
             i += 1
 
 
 @T.macro
-def scrub(span, s_k, k_ring, clean, x):
+def scrub(span, s, ring, clean, x):
     keys = T.alloc_var("int32")
-    tile = keys_of(s_k)
+    tile = keys_of(s.k)
     keys = x.own_keys
     for i in rolled(x.masked):
         if crosses(tile):
@@ -202,16 +211,14 @@ def scrub(span, s_k, k_ring, clean, x):
                 keys = clamped(span[x.span0 + i - x.causal, TAIL], 0, tile)
         elif i > 0:
             keys = clamped(span[x.span0 + i - 1, TAIL], 0, tile)
-        k_ring.wait(i)
-        clear_rows(s_k, k_ring.slot(i), keys)  # 2
+        ring.k.wait(i)
+        clear_rows(s.k, ring.k.slot(i), keys)  # 2
         clean.commit(i)
 
 
 @T.macro
-def mma(
-    dq, stats, span, s_q, s_do, s_k, s_v, q_full, clean, k_ring, v_ring, meet, x, scale, D, dtype
-):  # fmt: skip
-    tile = keys_of(s_k)
+def mma(dq, stats, span, s, ring, clean, meet, x, scale, D, dtype):
+    tile = keys_of(s.k)
     w, slot = T.alloc_var("int32"), T.alloc_var("int32")
     w = uniform(T.get_thread_binding(1))
     r_dq = T.alloc_fragment((WARPGROUP_ROWS, D), "float32")
@@ -230,25 +237,25 @@ def mma(
         if tok < x.rows:
             r_lse2[r] = stats[head, LSE2, x.token + tok]
             r_delta[r] = stats[head, DELTA, x.token + tok]
-    T.barrier_wait(q_full, 0)
+    T.barrier_wait(ring.q, 0)
     last = x.diagonal  # the last key of a masked tile that the first token sees
     later = (1 << x.tile_log2) - 1  # mask of rows: a later token sees one key more; 0: as many
     for i in T.serial(x.tiles):
-        slot = uniform(k_ring.slot(i))
+        slot = uniform(ring.k.slot(i))
         if i < x.masked:
             clean.wait(i)
-        k_ring.wait(i)
+        ring.k.wait(i)
         T.wgmma_gemm(  # 3
-            s_q[w, :, :], s_k[slot, :, :], r_s, transpose_B=True, clear_accum=True
+            s.q[w, :, :], s.k[slot, :, :], r_s, transpose_B=True, clear_accum=True
         )
-        v_ring.wait(i)
-        T.wgmma_gemm(s_do[w, :, :], s_v[slot, :, :], r_dp, transpose_B=True, clear_accum=True)
+        ring.v.wait(i)
+        T.wgmma_gemm(s.do[w, :, :], s.v[slot, :, :], r_dp, transpose_B=True, clear_accum=True)
         T.wait_wgmma(1)
         probs_from_lse(r_s, lambda r, _: r_lse2[r], scale * LOG2E)  # 4
         if i < x.masked:
             clear_hidden(r_s, lambda r, key: key > last + (w * WARPGROUP_ROWS + r & later))
         T.wait_wgmma(0)
-        v_ring.release(i)
+        ring.v.release(i)
         ds_from_dp(r_dp, r_s, lambda r, _: r_delta[r])
         if i < x.masked:
             clear_hidden(r_dp, lambda r, key: key > last + (w * WARPGROUP_ROWS + r & later))
@@ -262,12 +269,12 @@ def mma(
                 last = span[x.span0 + i, TAIL] - 1
                 later = 0
         T.copy(r_dp, r_ds)
-        T.wgmma_gemm(r_ds, s_k[slot, :, :], r_dq)  # 5
+        T.wgmma_gemm(r_ds, s.k[slot, :, :], r_dq)  # 5
         T.wait_wgmma(0)
-        k_ring.release(i)
+        ring.k.release(i)
     for r, d in T.Parallel(WARPGROUP_ROWS, D):
         r_dq[r, d] *= scale
-    store(r_dq, s_q, dq, x, meet, w, D, dtype)  # 6
+    store(r_dq, s.q, dq, x, meet, w, D, dtype)  # 6
 
 
 @T.macro
@@ -296,43 +303,32 @@ def store(r_dq, s_out, dq, x, meet, w, D, dtype):
 
 
 def build(variant: Variant):
-    plan, D, tile = schedule(variant), variant.D, KEY_TILES[variant.D][DQ]
+    plan, D = schedule(variant), variant.D
     num_queries, num_padded, num_heads = T.dynamic("num_queries, num_padded, num_heads")
     num_keys, kv_heads = T.dynamic("num_keys, kv_heads")
     num_items, num_spans, capacity = T.dynamic("num_items, num_spans, capacity")
-    q_token, q_head, do_token, do_head = T.dynamic("q_token, q_head, do_token, do_head")
-    k_token, k_head, v_token, v_head = T.dynamic("k_token, k_head, v_token, v_head")
+    q_shape, kv_shape = (num_queries, num_heads, D), (num_keys, kv_heads, D)
 
     @T.prim_func
     def bwd_dq(
-        q: T.StridedTensor((num_queries, num_heads, D), (q_token, q_head, 1), variant.dtype),
-        do: T.StridedTensor((num_queries, num_heads, D), (do_token, do_head, 1), variant.dtype),
-        k: T.StridedTensor((num_keys, kv_heads, D), (k_token, k_head, 1), variant.dtype),
-        v: T.StridedTensor((num_keys, kv_heads, D), (v_token, v_head, 1), variant.dtype),
+        q: strided("q", "token head", q_shape, variant.dtype),
+        do: strided("do", "token head", q_shape, variant.dtype),
+        k: strided("k", "token head", kv_shape, variant.dtype),
+        v: strided("v", "token head", kv_shape, variant.dtype),
         stats: T.Tensor((num_heads, 2, num_padded), "float32"),
         header: T.Tensor((8,), "int32"),
         item: T.Tensor((num_items, ITEM_COLUMNS), "int32"),
         span: T.Tensor((num_spans, SPAN_COLUMNS), "int32"),
         order: T.Tensor((capacity,), "int32"),
-        dq: T.Tensor((num_queries, num_heads, D), variant.dtype),
+        dq: T.Tensor(q_shape, variant.dtype),
         tile_log2: T.int32,
         q_shift: T.int32,
         scale: T.float32,
     ):
         with T.Kernel(capacity, threads=plan.block) as block:
-            s_q = T.alloc_shared((2, WARPGROUP_ROWS, D), variant.dtype)
-            s_do = T.alloc_shared((2, WARPGROUP_ROWS, D), variant.dtype)
-            s_k = T.alloc_shared((plan.rings["k"], tile, D), variant.dtype)
-            s_v = T.alloc_shared((plan.rings["v"], tile, D), variant.dtype)
-            q_full = T.alloc_barrier([plan.arrivals("q_full")])
-            k_full = T.alloc_barrier([plan.arrivals("k_full")] * plan.rings["k"])
-            k_free = T.alloc_barrier([plan.arrivals("k_free")] * plan.rings["k"])
-            v_full = T.alloc_barrier([plan.arrivals("v_full")] * plan.rings["v"])
-            v_free = T.alloc_barrier([plan.arrivals("v_free")] * plan.rings["v"])
-            clean_full = T.alloc_barrier([plan.arrivals("clean_full")] * plan.rings["clean"])
-            k_ring = Ring(k_full, k_free, plan.rings["k"])
-            v_ring = Ring(v_full, v_free, plan.rings["v"])
-            clean = Ring(clean_full, clean_full, plan.rings["clean"])
+            s, ring = tiles(plan), rings(plan)
+            clean = Ring(ring.clean, ring.clean, plan.rings["clean"])  # never waits for free slots
+            tile = keys_of(s.k)
             slots, entry, row, head0 = (T.alloc_var("int32") for _ in range(4))
             slots = num_heads << tile_log2 >> 7
             entry = clamped(order[block], 0, num_items * slots - 1)
@@ -365,18 +361,13 @@ def build(variant: Variant):
             if block < header[ORDERED]:
                 if warpgroup < 2:
                     T.set_max_nreg(plan.role("mma").regs, 1)
-                    mma(
-                        dq, stats, span, s_q, s_do, s_k, s_v, q_full, clean, k_ring, v_ring,
-                        NamedBarrier(plan, "meet"), x, scale, D, variant.dtype,
-                    )  # fmt: skip
+                    meet = NamedBarrier(plan, "meet")
+                    mma(dq, stats, span, s, ring, clean, meet, x, scale, D, variant.dtype)
                 else:
                     T.set_max_nreg(plan.role("load").regs, 0)
                     if tx < 32:
-                        load(
-                            q, k, v, do, span, s_q, s_do, s_k, s_v, q_full, k_ring, v_ring, x,
-                            T.truncdiv(num_heads, kv_heads),
-                        )  # fmt: skip
+                        load(q, k, v, do, span, s, ring, x, T.truncdiv(num_heads, kv_heads))
                     elif tx < 64:
-                        scrub(span, s_k, k_ring, clean, x)
+                        scrub(span, s, ring, clean, x)
 
     return bwd_dq

@@ -37,12 +37,13 @@ item's come while its last softmax runs. There is no room for o: a warpgroup's r
 registers to memory, 16 bytes a thread, and do not wait for anything.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import qla_kernels.tile.language as T
 from qla_kernels.dualkv.kernels.items import (
     CAUSAL,
     HEAD_SLOT,
+    Tables,
     crosses,
     draw,
     held,
@@ -59,7 +60,6 @@ from qla_kernels.dualkv.shapes import (
     NODE,
     OWN_TILES,
     PARTIALS,
-    QUERY_ROWS,
     SPAN0,
     SPAN_COLUMNS,
     TAIL,
@@ -71,7 +71,10 @@ from qla_kernels.tile import softmax
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Role, Schedule
+from qla_kernels.tile.rings import rings
+from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Role, Schedule, Tile
+from qla_kernels.tile.strided import strided
+from qla_kernels.tile.tiles import tiles
 
 
 class Variant(NamedTuple):
@@ -95,6 +98,16 @@ def staged(variant: Variant) -> bool:
 
 def schedule(variant: Variant) -> Schedule:
     tile, in_memory = KEY_TILES[variant.D][FWD], staged(variant)
+    slots = {"q": 2, "k": 2, "v": 2} | ({"o": 2} if in_memory else {}) | {"work": 2, "clean": 2}
+    shared = {
+        # Q, 64 rows for each warpgroup; names order shared memory, and `q` would be behind `k`
+        "halves": Tile((4 if in_memory else 2, 64, variant.D), variant.dtype),
+        "k": Tile((slots["k"], tile, variant.D), variant.dtype),
+        "v": Tile((slots["v"], tile, variant.D), variant.dtype),
+        "work": Tile((slots["work"], work_columns(tile)), "int32", align=16),
+    }
+    if in_memory:
+        shared |= {"o": Tile((2, 64, variant.D), variant.dtype)}
     out = Role(
         "store",
         warps=1,
@@ -150,23 +163,33 @@ def schedule(variant: Variant) -> Schedule:
             ),
             out if in_memory else Role("spare", warps=1, regs=40, computes="fills the warpgroup"),
         ),
-        rings={"work": 2, "q": 2, "k": 2, "v": 2, "clean": 2} | ({"o": 2} if in_memory else {}),
+        rings=slots,
         named={
             "turn": Named(2 * WARPGROUP_THREADS, copies=2)
         },  # of the warpgroups on the tensor cores
-        # two slots each of K and V; two of Q, and O, or one of Q; work, barriers and alignment
-        smem_bytes=(4 * tile + QUERY_ROWS * (3 if in_memory else 1)) * variant.D * 2
-        + -(-2 * work_columns(tile) * 4 // 16) * 16
-        + 1024,
+        tiles=shared,
     )
 
 
+class Warpgroup(NamedTuple):
+    """A warpgroup of `mma`, which has 64 rows of an item: what it reads, and its registers."""
+
+    s: Any
+    ring: Any
+    turn: NamedBarrier
+    r_s: Any  # scores of the tile
+    r_p: Any  # probabilities of the tile before
+    r_o: Any
+    m: Any  # with l and a, as softmax.py explains them
+    l: Any
+    a: Any
+    scale2: Any
+    last_use: Any  # Q's ring, item and end of its tiles, where its rows are let go of; or None
+
+
 @T.macro
-def mma(
-    variant, span, s_q, s_k, s_v, s_o, s_work, o, lse2, work, q_ring, k_ring, v_ring, clean, o_ring,
-    turn, tile_log2, q_shift, scale2,
-):  # fmt: skip
-    tile, in_memory = KEY_TILES[variant.D][FWD], staged(variant)
+def mma(variant, span, o, lse2, s, ring, clean, turn, tile_log2, q_shift, scale2):
+    tile, in_memory, work = KEY_TILES[variant.D][FWD], staged(variant), ring.work
     w = T.alloc_var("int32")
     w = uniform(T.get_thread_binding(1))
     r_s = T.alloc_fragment((64, tile), "float32")
@@ -186,9 +209,9 @@ def mma(
         keys, later = T.alloc_var("int32"), T.alloc_var("int32")
     if not in_memory:
         end = T.alloc_var("int32")  # of the item's tiles
-    last_use = None if in_memory else (q_ring, j, end)
-    products = (s_q, s_k, s_v, r_s, r_p, r_o, k_ring, v_ring, turn, w, last_use)
-    out = (r_o, r_o16, m, l, o, s_o, lse2, o_ring, w, scale2, tile_log2)
+    last_use = None if in_memory else (ring.q, j, end)
+    x = Warpgroup(s, ring, turn, r_s, r_p, r_o, m, l, a, scale2, last_use)
+    out = (r_o16, o, lse2, tile_log2, in_memory)
     i = 0
     j = 0
     c = 0
@@ -200,28 +223,28 @@ def mma(
     if w == 1:
         turn.arrive(0)
     work.wait(0)
-    next_slot = uniform(s_work[0, HEAD_SLOT])
+    next_slot = uniform(s.work[0, HEAD_SLOT])
     while next_slot >= 0:
-        row = s_work[work.slot(j), OWN_TILES]
-        diagonal = s_work[work.slot(j), TOK0] - s_work[work.slot(j), NODE] - (row - 1) * tile
-        causal = held(uniform(s_work[work.slot(j), CAUSAL])) if crosses(tile) else 1
-        masked = uniform(s_work[work.slot(j), PARTIALS]) + causal
-        tiles = uniform(s_work[work.slot(j), TILES])
-        span0 = s_work[work.slot(j), SPAN0]
-        q_ring.wait(use_of_q(variant, j, w))
+        row = s.work[work.slot(j), OWN_TILES]
+        diagonal = s.work[work.slot(j), TOK0] - s.work[work.slot(j), NODE] - (row - 1) * tile
+        causal = held(uniform(s.work[work.slot(j), CAUSAL])) if crosses(tile) else 1
+        masked = uniform(s.work[work.slot(j), PARTIALS]) + causal
+        tiles = uniform(s.work[work.slot(j), TILES])
+        span0 = s.work[work.slot(j), SPAN0]
+        ring.q.wait(use_of_q(variant, j, w))
         if not in_memory:
             end = i + tiles
         # this item's first S, and the last P V before
-        start_products(*products, q_ring.slot(use_of_q(variant, j, w)), i)
-        for r, x in T.Parallel(64, tile):
-            if x > diagonal + (w * 64 + r & (1 << tile_log2) - 1):
-                r_s[r, x] = -T.infinity("float32")
+        start_products(x, w, ring.q.slot(use_of_q(variant, j, w)), i)
+        for r, key in T.Parallel(64, tile):
+            if key > diagonal + (w * 64 + r & (1 << tile_log2) - 1):
+                r_s[r, key] = -T.infinity("float32")
         softmax.begin(first_m, first_l)
         softmax.grow_max(r_s, first_m, a, scale2)
         T.wait_wgmma(0)
         if j > 0:
-            v_ring.release(i - 1)
-            put_out(*out, j - 1, token, rows, slot)  # 5
+            ring.v.release(i - 1)
+            put_out(x, w, *out, j - 1, token, rows, slot)  # 5
         softmax.exponentiate(r_s, first_m, a, first_l, scale2)
         T.copy(r_s, r_p)
         T.clear(r_o)
@@ -229,8 +252,8 @@ def mma(
             m[h] = first_m[h]
             l[h] = first_l[h]
         slot = next_slot
-        token = s_work[work.slot(j), TOK0] - q_shift
-        rows = s_work[work.slot(j), TOKENS]
+        token = s.work[work.slot(j), TOK0] - q_shift
+        rows = s.work[work.slot(j), TOKENS]
         work.release(j)
         clean.wait(c)
         c += 1
@@ -242,26 +265,30 @@ def mma(
                     keys = span[span0 + t - causal, TAIL]
                     later = 0
                 step(
-                    products, m, l, a, q_ring.slot(2 * j + w), i + t, scale2, keys,
+                    x,
+                    ring.q.slot(2 * j + w),
+                    i + t,
+                    keys,
+                    w,
                     lambda r: w * 64 + r & (1 << tile_log2) - 1 & later,
-                )  # fmt: skip
+                )
             else:
-                step(products, m, l, a, q_ring.slot(j), i + t, scale2, span[span0 + t - 1, TAIL])
+                step(x, ring.q.slot(j), i + t, span[span0 + t - 1, TAIL], w)
             clean.wait(c)
             c += 1
         for t in rolled(masked, tiles):
-            step(products, m, l, a, q_ring.slot(use_of_q(variant, j, w)), i + t, scale2, None)
+            step(x, ring.q.slot(use_of_q(variant, j, w)), i + t, None, w)
         i += tiles
         if in_memory:
-            q_ring.release(j)
+            ring.q.release(j)
         j += 1
         work.wait(j)
-        next_slot = uniform(s_work[work.slot(j), HEAD_SLOT])
+        next_slot = uniform(s.work[work.slot(j), HEAD_SLOT])
     if j > 0:
-        v_ring.wait(i - 1)
-        T.wgmma_gemm(r_p, s_v[v_ring.slot(i - 1), :, :], r_o)
+        ring.v.wait(i - 1)
+        T.wgmma_gemm(r_p, s.v[ring.v.slot(i - 1), :, :], r_o)
         T.wait_wgmma(0)
-        put_out(*out, j - 1, token, rows, slot)
+        put_out(x, w, *out, j - 1, token, rows, slot)
     if w == 0:
         turn.sync(0)
 
@@ -272,89 +299,84 @@ def use_of_q(variant, j, w):
 
 
 @T.macro
-def start_products(s_q, s_k, s_v, r_s, r_p, r_o, k_ring, v_ring, turn, w, last_use, q_slot, i):
+def start_products(x, w, q_slot, i):
     """Issues S of tile i and P V of tile i - 1 (step 3); waits for S and releases K of tile i.
 
     P V is still in flight on return. For i = 0 there is no tile before: P is 0, and the product
-    multiplies it with tile 0's V; its result is cleared. last_use: Q's ring, the item, and the end
-    of its tiles, behind which its rows of Q are let go of; None if Q is let go of elsewhere.
+    multiplies it with tile 0's V; its result is cleared.
     """
+    s, ring = x.s, x.ring
     before = T.max(i - 1, 0)
-    k_ring.wait(i)
-    turn.sync(w)
+    ring.k.wait(i)
+    x.turn.sync(w)
     T.wgmma_gemm(
-        s_q[q_slot * 2 + w if last_use is None else q_slot, :, :],
-        s_k[k_ring.slot(i), :, :],
-        r_s,
+        s.halves[q_slot * 2 + w if x.last_use is None else q_slot, :, :],
+        s.k[ring.k.slot(i), :, :],
+        x.r_s,
         transpose_B=True,
         clear_accum=True,
     )
-    v_ring.wait(before)
-    T.wgmma_gemm(r_p, s_v[v_ring.slot(before), :, :], r_o)
-    turn.arrive(1 - w)
+    ring.v.wait(before)
+    T.wgmma_gemm(x.r_p, s.v[ring.v.slot(before), :, :], x.r_o)
+    x.turn.arrive(1 - w)
     T.wait_wgmma(1)
-    k_ring.release(i)
-    if last_use is not None:
-        q_ring, j, end = last_use
+    ring.k.release(i)
+    if x.last_use is not None:
+        q_ring, j, end = x.last_use
         if i + 1 == end:
             q_ring.release(2 * j + w)
 
 
 @T.macro
-def step(products, m, l, a, q_slot, i, scale2, keys, more=None):
+def step(x, q_slot, i, keys, w, more=None):
     """Computes a tile of an item that is not its first one.
 
     All rows see the tile's first `keys` keys, and row r sees more(r) further ones; with None they
     see the whole tile.
     """
-    (_, _, _, r_s, r_p, r_o, _, v_ring, _, _, _) = products
-    start_products(*products, q_slot, i)
+    start_products(x, w, q_slot, i)
     if keys is not None:
-        for r, x in T.Parallel(*r_s.shape):
-            if x >= (keys if more is None else keys + more(r)):
-                r_s[r, x] = -T.infinity("float32")
-    softmax.grow_max(r_s, m, a, scale2)  # 4
+        for r, key in T.Parallel(*x.r_s.shape):
+            if key >= (keys if more is None else keys + more(r)):
+                x.r_s[r, key] = -T.infinity("float32")
+    softmax.grow_max(x.r_s, x.m, x.a, x.scale2)  # 4
     T.wait_wgmma(0)  # not behind the exponentials: V's slot is wanted soon
-    v_ring.release(i - 1)
-    softmax.exponentiate(r_s, m, a, l, scale2)
-    T.copy(r_s, r_p)
-    softmax.rescale(r_o, a)
+    x.ring.v.release(i - 1)
+    softmax.exponentiate(x.r_s, x.m, x.a, x.l, x.scale2)
+    T.copy(x.r_s, x.r_p)
+    softmax.rescale(x.r_o, x.a)
 
 
 @T.macro
-def put_out(
-    r_o, r_o16, m, l, o, s_o, lse2, o_ring, w, scale2, tile_log2, j, token, rows, slot
-):  # fmt: skip
-    """Hands o of item j to `store`, or without an `s_o` writes it; writes lse2."""
+def put_out(x, w, r_o16, o, lse2, tile_log2, in_memory, j, token, rows, slot):
+    """Hands o of item j to `store`, or if it is not staged writes it; writes lse2."""
     r_lse2 = T.alloc_local((2,), "float32")
-    softmax.finish(r_o, m, l, r_lse2, scale2)
-    T.copy(r_o, r_o16)
-    if s_o is None:
-        put_rows(o, r_o16, w, token, rows, slot, tile_log2)  # 6
-    else:
-        o_ring.acquire(2 * j + w)
-        T.copy(r_o16, s_o[w, :, :])
+    softmax.finish(x.r_o, x.m, x.l, r_lse2, x.scale2)
+    T.copy(x.r_o, r_o16)
+    if in_memory:
+        x.ring.o.acquire(2 * j + w)
+        T.copy(r_o16, x.s.o[w, :, :])
         T.fence_proxy_async()  # written by threads, read by the TMA store
-        o_ring.commit(2 * j + w)
+        x.ring.o.commit(2 * j + w)
+    else:
+        put_rows(o, r_o16, w, token, rows, slot, tile_log2)  # 6
     put_lse2(lse2, r_lse2, w, token, rows, slot, tile_log2)
 
 
 def build(variant: Variant):
     plan = schedule(variant)
-    rings, D, in_memory = plan.rings, variant.D, staged(variant)
-    tile = KEY_TILES[D][FWD]
+    D, in_memory = variant.D, staged(variant)
     num_queries, num_keys, num_heads, kv_heads = T.dynamic(
         "num_queries, num_keys, num_heads, kv_heads"
     )
     num_items, num_spans, num_order = T.dynamic("num_items, num_spans, num_order")
-    q_token, q_head, k_token, k_head = T.dynamic("q_token, q_head, k_token, k_head")
-    v_token, v_head = T.dynamic("v_token, v_head")
+    kv_shape = (num_keys, kv_heads, D)
 
     @T.prim_func
     def fwd(
-        q: T.StridedTensor((num_queries, num_heads, D), (q_token, q_head, 1), variant.dtype),
-        k: T.StridedTensor((num_keys, kv_heads, D), (k_token, k_head, 1), variant.dtype),
-        v: T.StridedTensor((num_keys, kv_heads, D), (v_token, v_head, 1), variant.dtype),
+        q: strided("q", "token head", (num_queries, num_heads, D), variant.dtype),
+        k: strided("k", "token head", kv_shape, variant.dtype),
+        v: strided("v", "token head", kv_shape, variant.dtype),
         header: T.Tensor((8,), "int32"),
         item: T.Tensor((num_items, ITEM_COLUMNS), "int32"),
         span: T.Tensor((num_spans, SPAN_COLUMNS), "int32"),
@@ -370,48 +392,26 @@ def build(variant: Variant):
     ):
         with T.Kernel(ctas, threads=plan.block) as block:
             T.import_source(softmax.SOURCE if in_memory else softmax.SOURCE + PUT_ROW)
-            s_q = T.alloc_shared((4 if in_memory else 2, 64, D), variant.dtype)
-            s_k = T.alloc_shared((2, tile, D), variant.dtype)
-            s_v = T.alloc_shared((2, tile, D), variant.dtype)
-            s_o = T.alloc_shared((2, 64, D), variant.dtype) if in_memory else None
-            s_work = T.alloc_shared((2, work_columns(tile)), "int32")
-            q_full = T.alloc_barrier([plan.arrivals("q_full")] * rings["q"])
-            q_free = T.alloc_barrier([plan.arrivals("q_free")] * rings["q"])
-            k_full = T.alloc_barrier([plan.arrivals("k_full")] * rings["k"])
-            k_free = T.alloc_barrier([plan.arrivals("k_free")] * rings["k"])
-            v_full = T.alloc_barrier([plan.arrivals("v_full")] * rings["v"])
-            v_free = T.alloc_barrier([plan.arrivals("v_free")] * rings["v"])
-            if in_memory:
-                o_full = T.alloc_barrier([plan.arrivals("o_full")] * rings["o"])
-                o_free = T.alloc_barrier([plan.arrivals("o_free")] * rings["o"])
-            work_full = T.alloc_barrier([plan.arrivals("work_full")] * rings["work"])
-            work_free = T.alloc_barrier([plan.arrivals("work_free")] * rings["work"])
-            clean_full = T.alloc_barrier([plan.arrivals("clean_full")] * rings["clean"])
-            work = Ring(work_full, work_free, rings["work"])
-            q_ring = Ring(q_full, q_free, rings["q"])
-            k_ring, v_ring = Ring(k_full, k_free, rings["k"]), Ring(v_full, v_free, rings["v"])
-            o_ring = Ring(o_full, o_free, rings["o"]) if in_memory else None
-            clean = Ring(clean_full, clean_full, rings["clean"])
+            s, ring = tiles(plan), rings(plan)
+            clean = Ring(ring.clean, ring.clean, plan.rings["clean"])  # never waits for free slots
 
             tx, warpgroup = T.get_thread_binding(0), T.get_thread_binding(1)
             if warpgroup < 2:
                 T.set_max_nreg(plan.role("mma").regs, 1)
                 mma(
-                    variant, span, s_q, s_k, s_v, s_o, s_work, o, lse2, work, q_ring, k_ring,
-                    v_ring, clean, o_ring, NamedBarrier(plan, "turn"), tile_log2, q_shift, scale2,
+                    variant, span, o, lse2, s, ring, clean, NamedBarrier(plan, "turn"),
+                    tile_log2, q_shift, scale2,
                 )  # fmt: skip
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if tx < 32:
-                    draw(
-                        q, num_keys, header, item, span, order, next_order, s_q, s_work, work,
-                        q_ring, tile_log2, q_shift, tile, not in_memory,
-                    )  # fmt: skip
+                    tables = Tables(header, item, span, order, next_order)
+                    draw(q, num_keys, tables, s, ring, tile_log2, q_shift, not in_memory)
                 elif tx < 64:
-                    load(k, v, span, s_k, s_v, s_work, work, k_ring, v_ring, tile_log2, group)
+                    load(k, v, span, s, ring, tile_log2, group)
                 elif tx < 96:
-                    scrub(span, s_v, s_work, work, v_ring, clean)
+                    scrub(span, s, ring, clean)
                 elif in_memory:
-                    store(o, s_o, s_work, work, o_ring, tile_log2, q_shift)
+                    store(o, s, ring, tile_log2, q_shift)
 
     return fwd

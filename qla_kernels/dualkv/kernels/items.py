@@ -9,6 +9,8 @@ All roles take the number of tiles from the item's `tiles` alone, so that they a
 tables hold: the last stretch of the walk takes the tiles that are left.
 """
 
+from typing import Any, NamedTuple
+
 import qla_kernels.tile.language as T
 from qla_kernels.dualkv.shapes import (
     FULL_TILES,
@@ -94,23 +96,32 @@ def read_item(x, item, row, span, q_shift, num_queries, num_keys, tile):
     x[PARTIALS] = clamped(x[PARTIALS], 0, T.min(x[SPANS], x[TILES] - 1))
 
 
+class Tables(NamedTuple):
+    """The tables of tables.py from which items are drawn."""
+
+    header: Any
+    item: Any
+    span: Any
+    order: Any
+    next_order: Any
+
+
 @T.macro
-def draw(
-    q, num_keys, header, item, span, order, next_order, s_q, s_work, work, q_ring, tile_log2,
-    q_shift, tile, by_halves,
-):  # fmt: skip
+def draw(q, num_keys, tables, s, ring, tile_log2, q_shift, by_halves):
     """Draws items until `order` is used up; passes each on through `work` and loads its Q.
 
     This role and not `load` issues Q, up to 32 copies, one item ahead: there they would delay the
     next K. At the end it passes on head slot -1. `by_halves`: Q has one slot, whose halves, one of
     each warpgroup, are filled as each becomes free.
     """
+    tile, work = keys_of(s.k), ring.work
+    item, span, order = tables.item, tables.span, tables.order
     lane = T.get_thread_binding() % 32
     slots = (q.shape[1] << tile_log2) // QUERY_ROWS
     x = T.alloc_local((ITEM_COLUMNS,), "int32")
     drawn, ordered, entry, j = (T.alloc_var("int32") for _ in range(4))
     drawn = T.get_block_binding()
-    ordered = T.min(header[ORDERED], order.shape[0])
+    ordered = T.min(tables.header[ORDERED], order.shape[0])
     j = 0
     while drawn < ordered:
         entry = clamped(order[drawn], 0, item.shape[0] * slots - 1)
@@ -118,32 +129,32 @@ def draw(
         work.acquire(j)
         if lane == 0:
             for column in T.unroll(ITEM_COLUMNS):
-                s_work[work.slot(j), column] = x[column]
-            s_work[work.slot(j), HEAD_SLOT] = T.truncmod(entry, slots)
+                s.work[work.slot(j), column] = x[column]
+            s.work[work.slot(j), HEAD_SLOT] = T.truncmod(entry, slots)
             if crosses(tile):
-                s_work[work.slot(j), CAUSAL] = causal_tiles(x, tile)
+                s.work[work.slot(j), CAUSAL] = causal_tiles(x, tile)
         work.commit(j)
-        to = (q, s_q, q_ring, x[TOK0] - q_shift, T.truncmod(entry, slots))
+        to = (q, s.halves, ring.q, x[TOK0] - q_shift, T.truncmod(entry, slots))
         if by_halves:
             for w in (0, 1):
-                q_ring.acquire(2 * j + w)
+                ring.q.acquire(2 * j + w)
                 fetch_q(*to, 2 * j + w, tile_log2, w)
-                q_ring.commit(2 * j + w)
+                ring.q.commit(2 * j + w)
         else:
-            q_ring.acquire(j)
+            ring.q.acquire(j)
             fetch_q(*to, j, tile_log2, None)
-            q_ring.commit(j)
+            ring.q.commit(j)
         if lane == 0:
-            drawn = T.atomic_add(next_order[0], 1, return_prev=True)
+            drawn = T.atomic_add(tables.next_order[0], 1, return_prev=True)
         drawn = T.shfl_sync(drawn, 0)
         j += 1
     work.acquire(j)
-    s_work[work.slot(j), HEAD_SLOT] = -1
+    s.work[work.slot(j), HEAD_SLOT] = -1
     work.commit(j)
 
 
 @T.macro
-def fetch_q(q, s_q, q_ring, tok0, slot, j, tile_log2, half):
+def fetch_q(q, s_halves, q_ring, tok0, slot, j, tile_log2, half):
     """Issues the loads of an item's Q, or of the rows of one half, for use j of Q's ring."""
     row0, rows = (0, QUERY_ROWS) if half is None else (half * 64, 64)
     for b in rolled(rows // BOX):
@@ -155,7 +166,7 @@ def fetch_q(q, s_q, q_ring, tok0, slot, j, tile_log2, half):
                     head_of(slot, b * BOX + row0, tile_log2),
                     c * PANEL : c * PANEL + PANEL,
                 ],
-                s_q[
+                s_halves[
                     q_ring.slot(j) * 2 + b // 4 if half is None else q_ring.slot(j),
                     b % 4 * BOX : b % 4 * BOX + BOX,
                     c * PANEL : c * PANEL + PANEL,
@@ -165,28 +176,28 @@ def fetch_q(q, s_q, q_ring, tok0, slot, j, tile_log2, half):
 
 
 @T.macro
-def load(k, v, span, s_k, s_v, s_work, work, k_ring, v_ring, tile_log2, group):
+def load(k, v, span, s, ring, tile_log2, group):
     i, j = T.alloc_var("int32"), T.alloc_var("int32")  # tiles and items so far
     slot, head = T.alloc_var("int32"), T.alloc_var("int32")
     node, own_tiles = T.alloc_var("int32"), T.alloc_var("int32")
-    tile = keys_of(s_k)
+    tile, work = keys_of(s.k), ring.work
     stop, full = T.alloc_var("int32"), T.alloc_var("int32")
     span0, spans, partials = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
     i = 0
     j = 0
     work.wait(0)
-    slot = s_work[0, HEAD_SLOT]
+    slot = s.work[0, HEAD_SLOT]
     while slot >= 0:
-        node = s_work[work.slot(j), NODE]
-        own_tiles = s_work[work.slot(j), OWN_TILES]
-        span0 = s_work[work.slot(j), SPAN0]
-        spans = s_work[work.slot(j), SPANS]
-        partials = s_work[work.slot(j), PARTIALS]
-        stop = i + s_work[work.slot(j), TILES]
-        causal = held(s_work[work.slot(j), CAUSAL]) if crosses(tile) else 1
+        node = s.work[work.slot(j), NODE]
+        own_tiles = s.work[work.slot(j), OWN_TILES]
+        span0 = s.work[work.slot(j), SPAN0]
+        spans = s.work[work.slot(j), SPANS]
+        partials = s.work[work.slot(j), PARTIALS]
+        stop = i + s.work[work.slot(j), TILES]
+        causal = held(s.work[work.slot(j), CAUSAL]) if crosses(tile) else 1
         work.release(j)
         head = head_of(slot, 0, tile_log2) // group
-        to = (k, v, s_k, s_v, k_ring, v_ring, head)
+        to = (k, v, s, ring, head)
         fetch(*to, i, node + (own_tiles - 1) * tile)
         i += 1
         if crosses(tile):
@@ -211,7 +222,7 @@ def load(k, v, span, s_k, s_v, s_work, work, k_ring, v_ring, tile_log2, group):
                 i += 1
         j += 1
         work.wait(j)
-        slot = s_work[work.slot(j), HEAD_SLOT]
+        slot = s.work[work.slot(j), HEAD_SLOT]
 
 
 def head_of(slot, row, tile_log2):
@@ -220,41 +231,41 @@ def head_of(slot, row, tile_log2):
 
 
 @T.macro
-def fetch(k, v, s_k, s_v, k_ring, v_ring, head, i, key0):
+def fetch(k, v, s, ring, head, i, key0):
     """Issues TMA loads of the K and V tiles that begin at token key0, the i-th of the CTA's walk.
 
     Tokens outside the tensors read as zeros. key0 is clamped to minus a tile .. the number of
     tokens, so that a tile far outside reads zeros as well.
     """
-    tile = keys_of(s_k)
+    tile = keys_of(s.k)
     at = clamped(key0, -tile, k.shape[0])
-    k_ring.acquire(i)
-    T.tma_copy(k[at : at + tile, head, :], s_k[k_ring.slot(i), :, :], barrier=k_ring.barrier(i))
-    k_ring.commit(i)
-    v_ring.acquire(i)
-    T.tma_copy(v[at : at + tile, head, :], s_v[v_ring.slot(i), :, :], barrier=v_ring.barrier(i))
-    v_ring.commit(i)
+    ring.k.acquire(i)
+    T.tma_copy(k[at : at + tile, head, :], s.k[ring.k.slot(i), :, :], barrier=ring.k.barrier(i))
+    ring.k.commit(i)
+    ring.v.acquire(i)
+    T.tma_copy(v[at : at + tile, head, :], s.v[ring.v.slot(i), :, :], barrier=ring.v.barrier(i))
+    ring.v.commit(i)
 
 
 @T.macro
-def scrub(span, s_v, s_work, work, v_ring, clean):
+def scrub(span, s, ring, clean):
     i, j, c = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
     keys, span0 = T.alloc_var("int32"), T.alloc_var("int32")
     masked, tiles = T.alloc_var("int32"), T.alloc_var("int32")
-    tile = keys_of(s_v)
+    tile, work = keys_of(s.v), ring.work
     i = 0
     j = 0
     c = 0
     work.wait(0)
-    while s_work[work.slot(j), HEAD_SLOT] >= 0:
-        keys = s_work[work.slot(j), OWN_KEYS]
-        span0 = s_work[work.slot(j), SPAN0]
-        causal = held(s_work[work.slot(j), CAUSAL]) if crosses(tile) else 1
-        masked = s_work[work.slot(j), PARTIALS] + causal
-        tiles = s_work[work.slot(j), TILES]
+    while s.work[work.slot(j), HEAD_SLOT] >= 0:
+        keys = s.work[work.slot(j), OWN_KEYS]
+        span0 = s.work[work.slot(j), SPAN0]
+        causal = held(s.work[work.slot(j), CAUSAL]) if crosses(tile) else 1
+        masked = s.work[work.slot(j), PARTIALS] + causal
+        tiles = s.work[work.slot(j), TILES]
         work.release(j)
         for t in rolled(tiles):  # every tile: a role that skips a phase may mistake the next one
-            v_ring.wait(i)
+            ring.v.wait(i)
             if t < masked:
                 if crosses(tile):
                     if t > 0:
@@ -263,10 +274,10 @@ def scrub(span, s_v, s_work, work, v_ring, clean):
                         keys = clamped(span[span0 + t - causal, TAIL], 0, tile)
                 elif t > 0:
                     keys = clamped(span[span0 + t - 1, TAIL], 0, tile)
-                clear_rows(s_v, v_ring.slot(i), keys)  # 2
+                clear_rows(s.v, ring.v.slot(i), keys)  # 2
                 clean.commit(c)
                 c += 1
-            v_ring.release(i)
+            ring.v.release(i)
             i += 1
         j += 1
         work.wait(j)

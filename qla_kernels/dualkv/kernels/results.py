@@ -70,25 +70,26 @@ def put_lse2(lse2, r_lse2, w, token, rows, slot, tile_log2):
 
 
 @T.macro
-def store(o, s_o, s_work, work, o_ring, tile_log2, q_shift):
+def store(o, s, ring, tile_log2, q_shift):
     j = T.alloc_var("int32")
     token, rows, slot = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    work = ring.work
     j = 0
     work.wait(0)
-    slot = s_work[0, HEAD_SLOT]
+    slot = s.work[0, HEAD_SLOT]
     while slot >= 0:
-        token = s_work[work.slot(j), TOK0] - q_shift
-        rows = s_work[work.slot(j), TOKENS]
+        token = s.work[work.slot(j), TOK0] - q_shift
+        rows = s.work[work.slot(j), TOKENS]
         work.release(j)
         for w in rolled(2):
-            o_ring.wait(2 * j + w)
+            ring.o.wait(2 * j + w)
             if rows == 1 << tile_log2:  # 6
                 for b in rolled(64 // BOX):
                     row = w * 64 + b * BOX
                     tok = token + (row & (1 << tile_log2) - 1)
                     for c in T.unroll(o.shape[2] // PANEL):
                         T.tma_copy(
-                            s_o[w, b * BOX : b * BOX + BOX, c * PANEL : c * PANEL + PANEL],
+                            s.o[w, b * BOX : b * BOX + BOX, c * PANEL : c * PANEL + PANEL],
                             o[
                                 tok : tok + BOX,
                                 head_of(slot, row, tile_log2),
@@ -97,11 +98,11 @@ def store(o, s_o, s_work, work, o_ring, tile_log2, q_shift):
                         )
                 T.tma_store_wait(0)
             else:
-                store_rows(o, s_o, w, slot, token, rows, tile_log2)
-            o_ring.release(2 * j + w)
+                store_rows(o, s.o, w, slot, token, rows, tile_log2)
+            ring.o.release(2 * j + w)
         j += 1
         work.wait(j)
-        slot = s_work[work.slot(j), HEAD_SLOT]
+        slot = s.work[work.slot(j), HEAD_SLOT]
 
 
 @T.macro
