@@ -24,7 +24,7 @@ synchronise. A CTA sums over all queries of its keys, or over one part that dkv_
 fixed order, so results repeat bitwise.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import qla_kernels.tile.language as T
 from qla_kernels.attn.kernels.delta import DELTA, LSE2
@@ -38,9 +38,11 @@ from qla_kernels.dualkv.kernels.walk import (
 )
 from qla_kernels.dualkv.shapes import KV_ITEM_COLUMNS, KV_ORDERED, KV_QUERY_ROWS
 from qla_kernels.tile.constants import LOG2E
-from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import ONE, Role, Schedule
+from qla_kernels.tile.rings import rings
+from qla_kernels.tile.schedule import ONE, Role, Schedule, Tile
 from qla_kernels.tile.softmax_backward import clear_hidden, ds_from_dp, probs_from_lse
+from qla_kernels.tile.strided import strided
+from qla_kernels.tile.tiles import tiles
 
 DKV_SLOTS = 4  # query tiles in flight
 
@@ -61,6 +63,8 @@ PASS_CONFIGS = {
 
 def schedule(variant: Variant) -> Schedule:
     mma_regs, serving_regs = (240, 24) if variant.D == 128 else (224, 56)
+    keys = Tile((2, WARPGROUP_KEYS, variant.D), variant.dtype)
+    queries = Tile((DKV_SLOTS, KV_QUERY_ROWS, variant.D), variant.dtype)
     return Schedule(
         roles=(
             Role(
@@ -91,41 +95,34 @@ def schedule(variant: Variant) -> Schedule:
             ),
             Role("spare", warps=1, regs=serving_regs, computes="fills the warpgroup"),
         ),
-        rings={"q": DKV_SLOTS},
-        # K, V; Q, dO; lse2, delta; barriers and alignment
-        smem_bytes=4 * WARPGROUP_KEYS * variant.D * 2
-        + DKV_SLOTS * 2 * KV_QUERY_ROWS * (variant.D * 2 + 4)
-        + 1024,
+        rings={"kv": 1, "front": 1, "q": DKV_SLOTS},
+        tiles={
+            "k": keys,  # at the end dK
+            "v": keys,  # at the end dV
+            "q": queries,
+            "do": queries,
+            "stats": Tile((DKV_SLOTS, 2, KV_QUERY_ROWS), "float32"),  # lse2 and delta
+        },
     )
 
 
-class KeyTiles(NamedTuple):
-    """Buffers in shared memory."""
-
-    k: Any  # [2, 64, D]; at the end dK
-    v: Any  # [2, 64, D]; at the end dV
-    q: Any  # [DKV_SLOTS, 64, D]
-    do: Any  # [DKV_SLOTS, 64, D]
-    stats: Any  # [DKV_SLOTS, 2, 64] lse2 and delta
-
-
 @T.macro
-def load(k, v, q, do, s, ring, kv_full, front_full, walk, q_shift):
+def load(k, v, q, do, s, ring, walk, q_shift):
     for w in T.unroll(2):  # 1
         first = walk.k0 + w * WARPGROUP_KEYS
         T.tma_copy(
-            k[first : first + WARPGROUP_KEYS, walk.kv_head, :], s.k[w, :, :], barrier=kv_full
+            k[first : first + WARPGROUP_KEYS, walk.kv_head, :], s.k[w, :, :], barrier=ring.kv
         )
         T.tma_copy(
-            v[first : first + WARPGROUP_KEYS, walk.kv_head, :], s.v[w, :, :], barrier=kv_full
+            v[first : first + WARPGROUP_KEYS, walk.kv_head, :], s.v[w, :, :], barrier=ring.kv
         )
     if T.shuffle_elect(32):
-        T.barrier_arrive(kv_full)
-    load_rows(q, do, s, ring, front_full, walk, q_shift)  # 2
+        T.barrier_arrive(ring.kv)
+    load_rows(q, do, s, ring.q, ring.front, walk, q_shift)  # 2
 
 
 @T.macro
-def mma(dk, dv, parts, s, ring, kv_full, walk, scale, D, dtype):
+def mma(dk, dv, parts, s, ring, walk, scale, D, dtype):
     w = T.alloc_var("int32")
     w = uniform(T.get_thread_binding(1))
     r_dk = T.alloc_fragment((WARPGROUP_KEYS, D), "float32")
@@ -138,14 +135,14 @@ def mma(dk, dv, parts, s, ring, kv_full, walk, scale, D, dtype):
     T.clear(r_dk)
     T.clear(r_dv)
     step = 0
-    T.barrier_wait(kv_full, 0)
+    T.barrier_wait(ring.kv, 0)
     for _ in T.serial(walk.turns):
         first = (
             walk.last - walk.k0 - w * WARPGROUP_KEYS
         )  # the tile's first token minus the first key
         for tile in T.serial(walk.tiles):
-            slot = uniform(ring.slot(step))
-            ring.wait(step)
+            slot = uniform(ring.q.slot(step))
+            ring.q.wait(step)
             T.wgmma_gemm(
                 s.k[w, :, :], s.q[slot, :, :], r_s, transpose_B=True, clear_accum=True
             )  # 3
@@ -163,7 +160,7 @@ def mma(dk, dv, parts, s, ring, kv_full, walk, scale, D, dtype):
             T.wgmma_gemm(r_p, s.do[slot, :, :], r_dv)  # 5
             T.wgmma_gemm(r_ds, s.q[slot, :, :], r_dk)
             T.wait_wgmma(0)
-            ring.release(step)
+            ring.q.release(step)
             first -= 1 << walk.tile_log2
             step += 1
     for key, d in T.Parallel(WARPGROUP_KEYS, D):
@@ -182,51 +179,40 @@ def build(variant: Variant):
     num_queries, num_padded, num_heads = T.dynamic("num_queries, num_padded, num_heads")
     num_tokens, kv_heads, num_parts = T.dynamic("num_tokens, kv_heads, num_parts")
     num_items, capacity = T.dynamic("num_items, capacity")
-    q_token, q_head, do_token, do_head = T.dynamic("q_token, q_head, do_token, do_head")
-    k_token, k_head, v_token, v_head = T.dynamic("k_token, k_head, v_token, v_head")
+    q_shape, kv_shape = (num_queries, num_heads, D), (num_tokens, kv_heads, D)
 
     @T.prim_func
     def bwd_dkv(
-        q: T.StridedTensor((num_queries, num_heads, D), (q_token, q_head, 1), variant.dtype),
-        do: T.StridedTensor((num_queries, num_heads, D), (do_token, do_head, 1), variant.dtype),
-        k: T.StridedTensor((num_tokens, kv_heads, D), (k_token, k_head, 1), variant.dtype),
-        v: T.StridedTensor((num_tokens, kv_heads, D), (v_token, v_head, 1), variant.dtype),
+        q: strided("q", "token head", q_shape, variant.dtype),
+        do: strided("do", "token head", q_shape, variant.dtype),
+        k: strided("k", "token head", kv_shape, variant.dtype),
+        v: strided("v", "token head", kv_shape, variant.dtype),
         stats: T.Tensor((num_heads, 2, num_padded), "float32"),
         header: T.Tensor((8,), "int32"),
         kv_item: T.Tensor((num_items, KV_ITEM_COLUMNS), "int32"),
         kv_order: T.Tensor((capacity,), "int32"),
-        dk: T.Tensor((num_tokens, kv_heads, D), variant.dtype),
-        dv: T.Tensor((num_tokens, kv_heads, D), variant.dtype),
+        dk: T.Tensor(kv_shape, variant.dtype),
+        dv: T.Tensor(kv_shape, variant.dtype),
         parts: T.Tensor((num_parts, kv_heads, 2, 2 * WARPGROUP_KEYS, D), "float32"),
         tile_log2: T.int32,
         q_shift: T.int32,
         scale: T.float32,
     ):
         with T.Kernel(capacity, threads=plan.block) as block:
-            s_k = T.alloc_shared((2, WARPGROUP_KEYS, D), variant.dtype)
-            s_v = T.alloc_shared((2, WARPGROUP_KEYS, D), variant.dtype)
-            s_q = T.alloc_shared((DKV_SLOTS, KV_QUERY_ROWS, D), variant.dtype)
-            s_do = T.alloc_shared((DKV_SLOTS, KV_QUERY_ROWS, D), variant.dtype)
-            s_stats = T.alloc_shared((DKV_SLOTS, 2, KV_QUERY_ROWS), "float32")
-            s = KeyTiles(s_k, s_v, s_q, s_do, s_stats)
-            kv_full = T.alloc_barrier([plan.arrivals("kv_full")])
-            front_full = T.alloc_barrier([plan.arrivals("front_full")])
-            q_full = T.alloc_barrier([plan.arrivals("q_full")] * DKV_SLOTS)
-            q_free = T.alloc_barrier([plan.arrivals("q_free")] * DKV_SLOTS)
-            ring = Ring(q_full, q_free, DKV_SLOTS)
+            s, ring = tiles(plan), rings(plan)
             tx, warpgroup = T.get_thread_binding(0), T.get_thread_binding(1)
             of_item = num_heads, kv_heads, tile_log2, q_shift, num_tokens, num_parts
             if block < header[KV_ORDERED]:
                 if warpgroup < 2:
                     T.set_max_nreg(plan.role("mma").regs, 1)
                     walk = walk_of(kv_item, kv_order[block], *of_item)
-                    mma(dk, dv, parts, s, ring, kv_full, walk, scale, D, variant.dtype)
+                    mma(dk, dv, parts, s, ring, walk, scale, D, variant.dtype)
                 else:
                     T.set_max_nreg(plan.role("load").regs, 0)
                     walk = walk_of(kv_item, kv_order[block], *of_item)
                     if tx < 32:
-                        load(k, v, q, do, s, ring, kv_full, front_full, walk, q_shift)
+                        load(k, v, q, do, s, ring, walk, q_shift)
                     elif tx < 96:
-                        row_stats(stats, s, ring, walk, tx - 32, q_shift)
+                        row_stats(stats, s, ring.q, walk, tx - 32, q_shift)
 
     return bwd_dkv
