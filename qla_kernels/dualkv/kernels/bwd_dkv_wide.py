@@ -25,7 +25,7 @@ warpgroup's chain of two products has nothing of its own to overlap with: with a
 tile in flight over the end of the loop, ptxas serialises all (see docs/lessons.md).
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import qla_kernels.tile.language as T
 from qla_kernels.attn.kernels.delta import DELTA, LSE2
@@ -39,9 +39,11 @@ from qla_kernels.dualkv.kernels.walk import (
 )
 from qla_kernels.dualkv.shapes import KV_ITEM_COLUMNS, KV_ORDERED, KV_QUERY_ROWS
 from qla_kernels.tile.constants import LOG2E
-from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import ONE, WARPGROUP_THREADS, Role, Schedule
+from qla_kernels.tile.rings import rings
+from qla_kernels.tile.schedule import ONE, WARPGROUP_THREADS, Role, Schedule, Tile
 from qla_kernels.tile.softmax_backward import clear_hidden, ds_from_dp, probs_from_lse
+from qla_kernels.tile.strided import strided
+from qla_kernels.tile.tiles import tiles
 
 WIDE_SLOTS = 2  # query tiles in flight
 
@@ -84,6 +86,8 @@ __device__ __forceinline__ void get_pieces(float *p, const void *from) {{
 
 
 def schedule(variant: Variant) -> Schedule:
+    keys = Tile((1, WARPGROUP_KEYS, variant.D), variant.dtype)
+    queries = Tile((WIDE_SLOTS, KV_QUERY_ROWS, variant.D), variant.dtype)
     return Schedule(
         roles=(
             Role(
@@ -131,41 +135,34 @@ def schedule(variant: Variant) -> Schedule:
                 computes="lse2, delta",
             ),
         ),
-        rings={"q": WIDE_SLOTS, "p": 2},
-        # K, V; Q, dO, lse2, delta; P^T; barriers and alignment
-        smem_bytes=2 * WARPGROUP_KEYS * variant.D * 2
-        + WIDE_SLOTS * 2 * KV_QUERY_ROWS * (variant.D * 2 + 4)
-        + 2 * WARPGROUP_KEYS * KV_QUERY_ROWS * 4
-        + 1024,
+        rings={"kv": 1, "q_front": 1, "do_front": 1, "q": WIDE_SLOTS, "p": 2},
+        tiles={
+            "k": keys,  # at the end dV, as `values` alone has read K
+            "v": keys,  # at the end dK
+            "q": queries,
+            "do": queries,
+            "stats": Tile((WIDE_SLOTS, 2, KV_QUERY_ROWS), "float32"),  # lse2 and delta
+            # P^T, in the order of threads and their registers
+            "p": Tile((2, WARPGROUP_KEYS * KV_QUERY_ROWS), "float32"),
+        },
     )
 
 
-class WideTiles(NamedTuple):
-    """Buffers in shared memory."""
-
-    k: Any  # [1, 64, D]; at the end dV, as `values` alone has read K
-    v: Any  # [1, 64, D]; at the end dK
-    q: Any  # [WIDE_SLOTS, 64, D]
-    do: Any  # [WIDE_SLOTS, 64, D]
-    stats: Any  # [WIDE_SLOTS, 2, 64] lse2 and delta
-    p: Any  # [2, 64 * 64] P^T, in the order of threads and their registers
-
-
 @T.macro
-def load(k, v, q, s, ring, kv_full, front_full, walk, q_shift):
+def load(k, v, q, s, ring, walk, q_shift):
     for keys, tile in ((k, s.k), (v, s.v)):  # 1
         T.tma_copy(
             keys[walk.k0 : walk.k0 + WARPGROUP_KEYS, walk.kv_head, :],
             tile[0, :, :],
-            barrier=kv_full,
+            barrier=ring.kv,
         )
     if T.shuffle_elect(32):
-        T.barrier_arrive(kv_full)
-    load_rows(q, None, s, ring, front_full, walk, q_shift)  # 2
+        T.barrier_arrive(ring.kv)
+    load_rows(q, None, s, ring.q, ring.q_front, walk, q_shift)  # 2
 
 
 @T.macro
-def values(dv, parts, s, ring, p_ring, kv_full, walk, scale, D, dtype):
+def values(dv, parts, s, ring, walk, scale, D, dtype):
     r_dv = T.alloc_fragment((WARPGROUP_KEYS, D), "float32")
     r_s = T.alloc_fragment((WARPGROUP_KEYS, KV_QUERY_ROWS), "float32")  # S^T, P^T
     r_p = T.alloc_fragment((WARPGROUP_KEYS, KV_QUERY_ROWS), dtype)
@@ -173,12 +170,12 @@ def values(dv, parts, s, ring, p_ring, kv_full, walk, scale, D, dtype):
     step, slot, first = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
     T.clear(r_dv)
     step = 0
-    T.barrier_wait(kv_full, 0)
+    T.barrier_wait(ring.kv, 0)
     for _ in T.serial(walk.turns):
         first = walk.last - walk.k0  # the tile's first token minus the first key
         for tile in T.serial(walk.tiles):
-            slot = uniform(ring.slot(step))
-            ring.wait(step)
+            slot = uniform(ring.q.slot(step))
+            ring.q.wait(step)
             T.wgmma_gemm(  # 3
                 s.k[0, :, :], s.q[slot, :, :], r_s, transpose_B=True, clear_accum=True
             )
@@ -187,18 +184,18 @@ def values(dv, parts, s, ring, p_ring, kv_full, walk, scale, D, dtype):
             probs_from_lse(r_s, lambda _, row: r_lse2[row], scale * LOG2E)
             if tile >= walk.dense:
                 clear_hidden(r_s, lambda key, row: key > first + (row & (1 << walk.tile_log2) - 1))
-            p_ring.acquire(step)
+            ring.p.acquire(step)
             T.call_extern(
                 "handle",
                 "qla::put_pieces",
-                T.access_ptr(s.p[p_ring.slot(step), 0], "w", s.p.shape[1]),
+                T.access_ptr(s.p[ring.p.slot(step), 0], "w", s.p.shape[1]),
                 r_s.data,
             )
-            p_ring.commit(step)
+            ring.p.commit(step)
             T.copy(r_s, r_p)
             T.wgmma_gemm(r_p, s.do[slot, :, :], r_dv)  # 4
             T.wait_wgmma(0)
-            ring.release(step)
+            ring.q.release(step)
             first -= 1 << walk.tile_log2
             step += 1
     if walk.part < 0:  # 7
@@ -208,7 +205,7 @@ def values(dv, parts, s, ring, p_ring, kv_full, walk, scale, D, dtype):
 
 
 @T.macro
-def keys(dk, parts, s, ring, p_ring, kv_full, walk, scale, D, dtype):
+def keys(dk, parts, s, ring, walk, scale, D, dtype):
     r_dk = T.alloc_fragment((WARPGROUP_KEYS, D), "float32")
     r_dp = T.alloc_fragment((WARPGROUP_KEYS, KV_QUERY_ROWS), "float32")  # dP^T, dS^T
     r_p = T.alloc_fragment((WARPGROUP_KEYS, KV_QUERY_ROWS), "float32")
@@ -216,28 +213,28 @@ def keys(dk, parts, s, ring, p_ring, kv_full, walk, scale, D, dtype):
     r_delta = T.alloc_fragment((KV_QUERY_ROWS,), "float32")
     slot = T.alloc_var("int32")
     T.clear(r_dk)
-    T.barrier_wait(kv_full, 0)
+    T.barrier_wait(ring.kv, 0)
     for step in T.serial(walk.turns * walk.tiles):
-        slot = uniform(ring.slot(step))
-        ring.wait(step)
+        slot = uniform(ring.q.slot(step))
+        ring.q.wait(step)
         T.wgmma_gemm(  # 5
             s.v[0, :, :], s.do[slot, :, :], r_dp, transpose_B=True, clear_accum=True
         )
         T.copy(s.stats[slot, DELTA, :], r_delta)
-        p_ring.wait(step)
+        ring.p.wait(step)
         T.call_extern(
             "handle",
             "qla::get_pieces",
             r_p.data,
-            T.access_ptr(s.p[p_ring.slot(step), 0], "r", s.p.shape[1]),
+            T.access_ptr(s.p[ring.p.slot(step), 0], "r", s.p.shape[1]),
         )
-        p_ring.release(step)
+        ring.p.release(step)
         T.wait_wgmma(0)
         ds_from_dp(r_dp, r_p, lambda _, row: r_delta[row])
         T.copy(r_dp, r_ds)
         T.wgmma_gemm(r_ds, s.q[slot, :, :], r_dk)  # 6
         T.wait_wgmma(0)
-        ring.release(step)
+        ring.q.release(step)
     for key, d in T.Parallel(WARPGROUP_KEYS, D):
         r_dk[key, d] *= scale
     if walk.part < 0:  # 7
@@ -251,21 +248,20 @@ def build(variant: Variant):
     num_queries, num_padded, num_heads = T.dynamic("num_queries, num_padded, num_heads")
     num_tokens, kv_heads, num_parts = T.dynamic("num_tokens, kv_heads, num_parts")
     num_items, capacity = T.dynamic("num_items, capacity")
-    q_token, q_head, do_token, do_head = T.dynamic("q_token, q_head, do_token, do_head")
-    k_token, k_head, v_token, v_head = T.dynamic("k_token, k_head, v_token, v_head")
+    q_shape, kv_shape = (num_queries, num_heads, D), (num_tokens, kv_heads, D)
 
     @T.prim_func
     def bwd_dkv_wide(
-        q: T.StridedTensor((num_queries, num_heads, D), (q_token, q_head, 1), variant.dtype),
-        do: T.StridedTensor((num_queries, num_heads, D), (do_token, do_head, 1), variant.dtype),
-        k: T.StridedTensor((num_tokens, kv_heads, D), (k_token, k_head, 1), variant.dtype),
-        v: T.StridedTensor((num_tokens, kv_heads, D), (v_token, v_head, 1), variant.dtype),
+        q: strided("q", "token head", q_shape, variant.dtype),
+        do: strided("do", "token head", q_shape, variant.dtype),
+        k: strided("k", "token head", kv_shape, variant.dtype),
+        v: strided("v", "token head", kv_shape, variant.dtype),
         stats: T.Tensor((num_heads, 2, num_padded), "float32"),
         header: T.Tensor((8,), "int32"),
         kv_item: T.Tensor((num_items, KV_ITEM_COLUMNS), "int32"),
         kv_order: T.Tensor((capacity,), "int32"),
-        dk: T.Tensor((num_tokens, kv_heads, D), variant.dtype),
-        dv: T.Tensor((num_tokens, kv_heads, D), variant.dtype),
+        dk: T.Tensor(kv_shape, variant.dtype),
+        dv: T.Tensor(kv_shape, variant.dtype),
         parts: T.Tensor((num_parts, kv_heads, 2, WARPGROUP_KEYS, D), "float32"),
         tile_log2: T.int32,
         q_shift: T.int32,
@@ -273,21 +269,7 @@ def build(variant: Variant):
     ):
         with T.Kernel(capacity, threads=plan.block) as block:
             T.import_source(SOURCE)
-            s_k = T.alloc_shared((1, WARPGROUP_KEYS, D), variant.dtype)
-            s_v = T.alloc_shared((1, WARPGROUP_KEYS, D), variant.dtype)
-            s_q = T.alloc_shared((WIDE_SLOTS, KV_QUERY_ROWS, D), variant.dtype)
-            s_do = T.alloc_shared((WIDE_SLOTS, KV_QUERY_ROWS, D), variant.dtype)
-            s_stats = T.alloc_shared((WIDE_SLOTS, 2, KV_QUERY_ROWS), "float32")
-            s_p = T.alloc_shared((2, WARPGROUP_KEYS * KV_QUERY_ROWS), "float32")
-            s = WideTiles(s_k, s_v, s_q, s_do, s_stats, s_p)
-            kv_full = T.alloc_barrier([plan.arrivals("kv_full")])
-            q_front_full = T.alloc_barrier([plan.arrivals("q_front_full")])
-            do_front_full = T.alloc_barrier([plan.arrivals("do_front_full")])
-            q_full = T.alloc_barrier([plan.arrivals("q_full")] * WIDE_SLOTS)
-            q_free = T.alloc_barrier([plan.arrivals("q_free")] * WIDE_SLOTS)
-            p_full = T.alloc_barrier([plan.arrivals("p_full")] * 2)
-            p_free = T.alloc_barrier([plan.arrivals("p_free")] * 2)
-            ring, p_ring = Ring(q_full, q_free, WIDE_SLOTS), Ring(p_full, p_free, 2)
+            s, ring = tiles(plan), rings(plan)
             tx, warpgroup = T.get_thread_binding(0), T.get_thread_binding(1)
             of_item = (
                 num_heads, kv_heads, tile_log2, q_shift, num_tokens, num_parts, WARPGROUP_KEYS,
@@ -296,19 +278,19 @@ def build(variant: Variant):
                 if warpgroup == 0:
                     T.set_max_nreg(plan.role("values").regs, 1)
                     walk = walk_of(kv_item, kv_order[block], *of_item)
-                    values(dv, parts, s, ring, p_ring, kv_full, walk, scale, D, variant.dtype)
+                    values(dv, parts, s, ring, walk, scale, D, variant.dtype)
                 elif warpgroup == 1:
                     T.set_max_nreg(plan.role("keys").regs, 1)
                     walk = walk_of(kv_item, kv_order[block], *of_item)
-                    keys(dk, parts, s, ring, p_ring, kv_full, walk, scale, D, variant.dtype)
+                    keys(dk, parts, s, ring, walk, scale, D, variant.dtype)
                 else:
                     T.set_max_nreg(plan.role("load").regs, 0)
                     walk = walk_of(kv_item, kv_order[block], *of_item)
                     if tx < 32:
-                        load(k, v, q, s, ring, kv_full, q_front_full, walk, q_shift)
+                        load(k, v, q, s, ring, walk, q_shift)
                     elif tx < 64:
-                        load_rows(None, do, s, ring, do_front_full, walk, q_shift)  # 2
+                        load_rows(None, do, s, ring.q, ring.do_front, walk, q_shift)  # 2
                     else:
-                        row_stats(stats, s, ring, walk, tx - 64, q_shift)
+                        row_stats(stats, s, ring.q, walk, tx - 64, q_shift)
 
     return bwd_dkv_wide
