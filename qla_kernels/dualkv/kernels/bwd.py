@@ -26,7 +26,7 @@ bwd_dkv instead. dK and dV repeat bitwise. Only dS crosses the warpgroups, one t
 waits for the other. A row's columns are permuted in the sums, see the comment on `SOURCE`.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import qla_kernels.tile.language as T
 from qla_kernels.attn.kernels.delta import DELTA, LSE2
@@ -35,9 +35,11 @@ from qla_kernels.dualkv.kernels.walk import WARPGROUP_KEYS, load_rows, row_stats
 from qla_kernels.dualkv.shapes import KEY_TILE, KV_ITEM_COLUMNS, KV_ORDERED, KV_QUERY_ROWS
 from qla_kernels.tile.constants import LOG2E
 from qla_kernels.tile.loops import rolled
-from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import ONE, Role, Schedule
+from qla_kernels.tile.rings import rings
+from qla_kernels.tile.schedule import ONE, Role, Schedule, Tile
 from qla_kernels.tile.softmax_backward import clear_hidden, ds_from_dp, probs_from_lse
+from qla_kernels.tile.strided import strided
+from qla_kernels.tile.tiles import tiles
 
 BWD_SLOTS = 3  # query tiles in flight
 
@@ -81,6 +83,7 @@ __device__ __forceinline__ void stage(float *row, const float *r_dq, int odd) {
 
 
 def schedule(variant: Variant) -> Schedule:
+    queries = Tile((BWD_SLOTS, KV_QUERY_ROWS, D), variant.dtype)
     return Schedule(
         roles=(
             Role(
@@ -118,58 +121,43 @@ def schedule(variant: Variant) -> Schedule:
                 computes="zeros behind the last key; sums of dQ",
             ),
         ),
-        rings={"q": BWD_SLOTS, "ds": 2},
-        # K, V; Q, dO, lse2, delta; dS; dQ; barriers and alignment
-        smem_bytes=2 * KEY_TILE * D * 2
-        + BWD_SLOTS * 2 * KV_QUERY_ROWS * (D * 2 + 4)
-        + 2 * KEY_TILE * KV_QUERY_ROWS * 2
-        + KV_QUERY_ROWS * D * 4
-        + 1024,
+        rings={"kv": 1, "front": 1, "q": BWD_SLOTS, "ds": 2, "dq": 1},
+        tiles={
+            "kv": Tile((2, KEY_TILE, D), variant.dtype),  # K, V; V's half stages dK, then dV
+            "q": queries,
+            "do": queries,
+            "stats": Tile((BWD_SLOTS, 2, KV_QUERY_ROWS), "float32"),  # lse2 and delta
+            "ds": Tile((2, KEY_TILE, KV_QUERY_ROWS), variant.dtype),  # dS^T, of two tiles
+            "dq": Tile((KV_QUERY_ROWS, D), "float32"),  # its columns permuted
+        },
     )
 
 
-class OnePassTiles(NamedTuple):
-    """The shared buffers of `bwd`, which computes dq, dk and dv in one pass over the queries."""
-
-    kv: Any  # [2, 128, D] K, V; at the end V's half stages dK, then dV
-    q: Any  # [BWD_SLOTS, 64, D]
-    do: Any  # [BWD_SLOTS, 64, D]
-    stats: Any  # [BWD_SLOTS, 2, 64] lse2 and delta
-    ds: Any  # [2, 128, 64] dS^T, of two tiles
-    dq: Any  # [64, D] fp32, its columns permuted
-
-
-class Meets(NamedTuple):
-    """Barriers of the exchange of dS between warpgroups and of the hand-over of dQ to `reduce`."""
-
-    ds: Any  # a ring of two slots
-    dq_full: Any
-    dq_free: Any
-
-
 @T.macro
-def load(k, v, q, do, s, ring, kv_landed, front_full, walk, q_shift):
+def load(k, v, q, do, s, ring, walk, q_shift):
     for i, keys in enumerate((k, v)):  # 1
         T.tma_copy(
-            keys[walk.k0 : walk.k0 + KEY_TILE, walk.kv_head, :], s.kv[i, :, :], barrier=kv_landed
+            keys[walk.k0 : walk.k0 + KEY_TILE, walk.kv_head, :],
+            s.kv[i, :, :],
+            barrier=ring.kv_landed,
         )
     if T.shuffle_elect(32):
-        T.barrier_arrive(kv_landed)
-    load_rows(q, do, s, ring, front_full, walk, q_shift)  # 2
+        T.barrier_arrive(ring.kv_landed)
+    load_rows(q, do, s, ring.q, ring.front, walk, q_shift)  # 2
 
 
 @T.macro
-def reduce(sums, num_queries, s, kv_landed, kv_full, meets, walk, q_shift):
+def reduce(sums, num_queries, s, ring, walk, q_shift):
     """Zeroes K's and V's rows behind the last key, then adds each tile's dQ to `sums` by TMA.
 
     One lane adds the rows of one head of a tile; rows before the run are left out.
     """
     lane = T.get_thread_binding() % 32
     step, begin, token0, token, row = (T.alloc_var("int32") for _ in range(5))
-    T.barrier_wait(kv_landed, 0)
+    T.barrier_wait(ring.kv_landed, 0)
     for i in T.unroll(2):
         clear_rows(s.kv, i, walk.keys)  # 1
-    T.barrier_arrive(kv_full)
+    T.barrier_arrive(ring.kv_full)
     begin = T.max(walk.k0 - q_shift, 0)
     token0 = walk.last - q_shift
     row = ((walk.kv_head * walk.turns << 6 - walk.tile_log2) + lane) * num_queries
@@ -178,7 +166,7 @@ def reduce(sums, num_queries, s, kv_landed, kv_full, meets, walk, q_shift):
         for tile in rolled(walk.tiles):
             token = token0 - (tile << walk.tile_log2)
             before = T.max(begin - token, 0)
-            T.barrier_wait(meets.dq_full, step % 2)
+            ring.dq.wait(step)
             if lane << walk.tile_log2 < KV_QUERY_ROWS:  # 8
                 T.call_extern(
                     "handle",
@@ -189,13 +177,13 @@ def reduce(sums, num_queries, s, kv_landed, kv_full, meets, walk, q_shift):
                 )
                 T.call_extern("handle", "tl::tma_store_arrive")
                 T.call_extern("handle", "tl::tma_store_wait<0>")
-            T.barrier_arrive(meets.dq_free)
+            ring.dq.release(step)
             step += 1
         row += (KV_QUERY_ROWS >> walk.tile_log2) * num_queries
 
 
 @T.macro
-def mma(dk, dv, parts, s, ring, kv_full, meets, walk, q_shift, scale, dtype):
+def mma(dk, dv, parts, s, ring, walk, q_shift, scale, dtype):
     w, odd, keys = (T.alloc_var("int32") for _ in range(3))
     w = uniform(T.get_thread_binding(1))
     lane = T.get_thread_binding() % 32
@@ -215,10 +203,10 @@ def mma(dk, dv, parts, s, ring, kv_full, meets, walk, q_shift, scale, dtype):
     begin = walk.last - walk.k0 - w * WARPGROUP_KEYS  # the tile's first token minus the first key
     end = begin - (walk.tiles << walk.tile_log2)
     first = begin
-    T.barrier_wait(kv_full, 0)
+    T.barrier_wait(ring.kv_full, 0)
     for step in T.serial(walk.turns * walk.tiles):
-        slot = uniform(ring.slot(step))
-        ring.wait(step)
+        slot = uniform(ring.q.slot(step))
+        ring.q.wait(step)
         T.wgmma_gemm(  # 3
             s.kv[0, w * WARPGROUP_KEYS : w * WARPGROUP_KEYS + WARPGROUP_KEYS, :],
             s.q[slot, :, :],
@@ -247,7 +235,7 @@ def mma(dk, dv, parts, s, ring, kv_full, meets, walk, q_shift, scale, dtype):
         T.wait_wgmma(1)
         ds_from_dp(r_dp, r_s, lambda _, row: s.stats[slot, DELTA, row])
         T.copy(r_dp, r_ds)
-        meets.ds.acquire(step)
+        ring.ds.acquire(step)
         for block in T.unroll(KV_QUERY_ROWS // 16):
             T.call_extern(
                 "handle",
@@ -258,19 +246,19 @@ def mma(dk, dv, parts, s, ring, kv_full, meets, walk, q_shift, scale, dtype):
                 *(T.call_extern("int32", "qla::pair", r_ds.data, block * 4 + i) for i in range(4)),
             )
         T.fence_proxy_async()  # dS: written by threads, read by wgmma
-        meets.ds.commit(step)
-        multiply(s, meets.ds, step - 1, w, r_dq)  # 6
+        ring.ds.commit(step)
+        multiply(s, ring.ds, step - 1, w, r_dq)  # 6
         T.wgmma_gemm(r_ds, s.q[slot, :, :], r_dk)
         T.wait_wgmma(1)
-        hand_over(s, meets, step - 1, w, r_dq, odd)  # 7
+        hand_over(s, ring, step - 1, w, r_dq, odd)  # 7
         T.wait_wgmma(0)
-        ring.release(step)
+        ring.q.release(step)
         first -= 1 << walk.tile_log2
         if first == end:
             first = begin  # the run again, for the next heads
-    multiply(s, meets.ds, walk.turns * walk.tiles - 1, w, r_dq)
+    multiply(s, ring.ds, walk.turns * walk.tiles - 1, w, r_dq)
     T.wait_wgmma(0)
-    hand_over(s, meets, walk.turns * walk.tiles - 1, w, r_dq, odd)
+    hand_over(s, ring, walk.turns * walk.tiles - 1, w, r_dq, odd)
     for key, d in T.Parallel(WARPGROUP_KEYS, D):
         r_dk[key, d] *= scale
     if walk.part < 0:  # 9
@@ -302,7 +290,7 @@ def multiply(s, ds, step, w, r_dq):
 
 
 @T.macro
-def hand_over(s, meets, step, w, r_dq, odd):
+def hand_over(s, ring, step, w, r_dq, odd):
     """Writes dQ of `step` to shared memory for `reduce`, and releases the slot of its dS.
 
     Does nothing at step -1.
@@ -310,8 +298,8 @@ def hand_over(s, meets, step, w, r_dq, odd):
     lane = T.get_thread_binding() % 32
     row = T.get_thread_binding() // 32 * 16 + lane // 4  # the thread's first
     if step >= 0:
-        meets.ds.release(step)
-        T.barrier_wait(meets.dq_free, (step + 1) % 2)
+        ring.ds.release(step)
+        ring.dq.acquire(step)
         T.call_extern(
             "handle",
             "qla::stage",
@@ -320,7 +308,7 @@ def hand_over(s, meets, step, w, r_dq, odd):
             odd ^ row & 1,
         )
         T.fence_proxy_async()  # written by threads, read by TMA
-        T.barrier_arrive(meets.dq_full)
+        ring.dq.commit(step)
 
 
 @T.macro
@@ -351,22 +339,21 @@ def build(variant: Variant):
     num_queries, num_padded, num_heads = T.dynamic("num_queries, num_padded, num_heads")
     num_tokens, kv_heads, num_parts = T.dynamic("num_tokens, kv_heads, num_parts")
     num_items, capacity = T.dynamic("num_items, capacity")
-    q_token, q_head, do_token, do_head = T.dynamic("q_token, q_head, do_token, do_head")
-    k_token, k_head, v_token, v_head = T.dynamic("k_token, k_head, v_token, v_head")
+    q_shape, kv_shape = (num_queries, num_heads, D), (num_tokens, kv_heads, D)
 
     @T.prim_func
     def bwd(
-        q: T.StridedTensor((num_queries, num_heads, D), (q_token, q_head, 1), variant.dtype),
-        do: T.StridedTensor((num_queries, num_heads, D), (do_token, do_head, 1), variant.dtype),
-        k: T.StridedTensor((num_tokens, kv_heads, D), (k_token, k_head, 1), variant.dtype),
-        v: T.StridedTensor((num_tokens, kv_heads, D), (v_token, v_head, 1), variant.dtype),
+        q: strided("q", "token head", q_shape, variant.dtype),
+        do: strided("do", "token head", q_shape, variant.dtype),
+        k: strided("k", "token head", kv_shape, variant.dtype),
+        v: strided("v", "token head", kv_shape, variant.dtype),
         stats: T.Tensor((num_heads, 2, num_padded), "float32"),
         header: T.Tensor((8,), "int32"),
         kv_item: T.Tensor((num_items, KV_ITEM_COLUMNS), "int32"),
         kv_order: T.Tensor((capacity,), "int32"),
         sums: T.Tensor((num_heads * num_queries, D), "float32"),
-        dk: T.Tensor((num_tokens, kv_heads, D), variant.dtype),
-        dv: T.Tensor((num_tokens, kv_heads, D), variant.dtype),
+        dk: T.Tensor(kv_shape, variant.dtype),
+        dv: T.Tensor(kv_shape, variant.dtype),
         parts: T.Tensor((num_parts, kv_heads, 2, KEY_TILE, D), "float32"),
         tile_log2: T.int32,
         q_shift: T.int32,
@@ -374,39 +361,22 @@ def build(variant: Variant):
     ):
         with T.Kernel(capacity, threads=plan.block) as block:
             T.import_source(SOURCE)
-            s_kv = T.alloc_shared((2, KEY_TILE, D), variant.dtype)
-            s_q = T.alloc_shared((BWD_SLOTS, KV_QUERY_ROWS, D), variant.dtype)
-            s_do = T.alloc_shared((BWD_SLOTS, KV_QUERY_ROWS, D), variant.dtype)
-            s_stats = T.alloc_shared((BWD_SLOTS, 2, KV_QUERY_ROWS), "float32")
-            s_ds = T.alloc_shared((2, KEY_TILE, KV_QUERY_ROWS), variant.dtype)
-            s_dq = T.alloc_shared((KV_QUERY_ROWS, D), "float32")
-            s = OnePassTiles(s_kv, s_q, s_do, s_stats, s_ds, s_dq)
-            kv_landed = T.alloc_barrier([plan.arrivals("kv_landed")])
-            kv_full = T.alloc_barrier([plan.arrivals("kv_full")])
-            front_full = T.alloc_barrier([plan.arrivals("front_full")])
-            q_full = T.alloc_barrier([plan.arrivals("q_full")] * BWD_SLOTS)
-            q_free = T.alloc_barrier([plan.arrivals("q_free")] * BWD_SLOTS)
-            ds_full = T.alloc_barrier([plan.arrivals("ds_full")] * 2)
-            ds_free = T.alloc_barrier([plan.arrivals("ds_free")] * 2)
-            dq_full = T.alloc_barrier([plan.arrivals("dq_full")])
-            dq_free = T.alloc_barrier([plan.arrivals("dq_free")])
-            ring = Ring(q_full, q_free, BWD_SLOTS)
-            meets = Meets(Ring(ds_full, ds_free, 2), dq_full, dq_free)
+            s, ring = tiles(plan), rings(plan)
             tx, warpgroup = T.get_thread_binding(0), T.get_thread_binding(1)
             of_item = num_heads, kv_heads, tile_log2, q_shift, num_tokens, num_parts
             if block < header[KV_ORDERED]:
                 if warpgroup < 2:
                     T.set_max_nreg(plan.role("mma").regs, 1)
                     walk = walk_of(kv_item, kv_order[block], *of_item)
-                    mma(dk, dv, parts, s, ring, kv_full, meets, walk, q_shift, scale, variant.dtype)
+                    mma(dk, dv, parts, s, ring, walk, q_shift, scale, variant.dtype)
                 else:
                     T.set_max_nreg(plan.role("load").regs, 0)
                     walk = walk_of(kv_item, kv_order[block], *of_item)
                     if tx < 32:
-                        load(k, v, q, do, s, ring, kv_landed, front_full, walk, q_shift)
+                        load(k, v, q, do, s, ring, walk, q_shift)
                     elif tx < 96:
-                        row_stats(stats, s, ring, walk, tx - 32, q_shift)
+                        row_stats(stats, s, ring.q, walk, tx - 32, q_shift)
                     else:
-                        reduce(sums, num_queries, s, kv_landed, kv_full, meets, walk, q_shift)
+                        reduce(sums, num_queries, s, ring, walk, q_shift)
 
     return bwd
