@@ -21,9 +21,11 @@ them; a half skips a block that it does not see. Only `load` reads the table: wi
 sends a code for each half, and after the last block the code END.
 """
 
+from typing import Any, NamedTuple
+
 import qla_kernels.tile.language as T
 from qla_kernels.sparse_ring.kernels import dkv_parts
-from qla_kernels.sparse_ring.kernels.dkv_parts import Queries, Shared
+from qla_kernels.sparse_ring.kernels.dkv_parts import Queries
 from qla_kernels.sparse_ring.kernels.walk import (
     END,
     HALVES,
@@ -36,8 +38,10 @@ from qla_kernels.sparse_ring.kernels.walk import (
 from qla_kernels.sparse_ring.shapes import BLOCK, TILE
 from qla_kernels.tile.bounds import clamped
 from qla_kernels.tile.loops import rolled
-from qla_kernels.tile.ring import Ring
+from qla_kernels.tile.rings import rings
 from qla_kernels.tile.schedule import ONE, WARPGROUP_THREADS, Role, Schedule
+from qla_kernels.tile.strided import strided
+from qla_kernels.tile.tiles import tiles
 
 Variant, VARIANTS, PASS_CONFIGS = dkv_parts.Variant, dkv_parts.VARIANTS, dkv_parts.PASS_CONFIGS
 
@@ -59,13 +63,25 @@ def schedule(variant: Variant) -> Schedule:
     )
 
 
+class KeyTile(NamedTuple):
+    """The tile of keys of a CTA: where it is in the chunk, and what only its walk needs."""
+
+    chunk: Any
+    b: Any
+    kv_head: Any
+    row0: Any
+    j0: Any  # its first block
+    group: Any  # query heads of the KV head
+
+
 @T.macro
-def load(x, k, v, table, visits, s, ring, keys_full, chunk, b, kv_head, row0, j0, group):
+def load(x, k, v, table, visits, s, ring, keys):
+    chunk, b, kv_head, row0, j0, group = keys
     lane = T.get_thread_binding() % 32
     half = lane % HALVES
     i, at, end, ahead, word, what = (T.alloc_var("int32") for _ in range(6))
     first, count, row, of_head = (T.alloc_var("int32") for _ in range(4))
-    dkv_parts.load_keys(k, v, s, keys_full, visits[chunk, 0, 0] + b, row0, kv_head)  # 1
+    dkv_parts.load_keys(k, v, s, ring, visits[chunk, 0, 0] + b, row0, kv_head)  # 1
     i = 0
     for g in rolled(group):
         head = kv_head * group + g
@@ -100,15 +116,16 @@ def load(x, k, v, table, visits, s, ring, keys_full, chunk, b, kv_head, row0, j0
                     if inside >= count:
                         end = at  # entries ascend
                 at += 32
-    ring.acquire(i)
+    ring.q.acquire(i)
     dkv_parts.put_seen(s, ring, i, END)
 
 
 @T.macro
-def gradients(dkv, s, ring, keys_full, w, chunk, b, kv_head, row0, scale, scale2, first, variant):
+def gradients(dkv, s, ring, w, keys, scale, scale2, first, variant):
+    chunk, b, kv_head, row0 = keys[:4]
     r_dk = T.alloc_fragment((BLOCK, variant.D), "float32")
     r_dv = T.alloc_fragment((BLOCK, variant.D), "float32")
-    dkv_parts.gradients(s, ring, keys_full, w, r_dk, r_dv, scale, scale2, variant)  # 3
+    dkv_parts.gradients(s, ring, w, r_dk, r_dv, scale, scale2, variant)  # 3
     row = row0 + w * BLOCK
     if first == 0:  # 4
         for key, e in T.Parallel(BLOCK, variant.D):
@@ -121,24 +138,20 @@ def gradients(dkv, s, ring, keys_full, w, chunk, b, kv_head, row0, scale, scale2
 
 def build(variant: Variant):
     plan = schedule(variant)
-    slots, D = variant.slots, variant.D
+    D = variant.D
     B, L, H, Hk = T.dynamic("B, L, H, Hk")
     buffers, num_chunks, rows, num_tiles = T.dynamic("buffers, num_chunks, rows, num_tiles")
     heads, room, num_bounds, num_visits = T.dynamic("heads, room, num_bounds, num_visits")
-    q_b, q_l, q_h = T.dynamic("q_b, q_l, q_h")
-    do_b, do_l, do_h = T.dynamic("do_b, do_l, do_h")
-    k_b, k_l, k_h = T.dynamic("k_b, k_l, k_h")
-    v_b, v_l, v_h = T.dynamic("v_b, v_l, v_h")
     row_b, row_h = T.dynamic("row_b, row_h")
 
     @T.prim_func
     def bwd_dkv(
-        q: T.StridedTensor((B, L, H, D), (q_b, q_l, q_h, 1), variant.dtype),
-        do: T.StridedTensor((B, L, H, D), (do_b, do_l, do_h, 1), variant.dtype),
+        q: strided("q", "b l h", (B, L, H, D), variant.dtype),
+        do: strided("do", "b l h", (B, L, H, D), variant.dtype),
         lse2: T.StridedTensor((B, H, L), (row_b, row_h, 1), "float32"),
         delta: T.StridedTensor((B, H, L), (row_b, row_h, 1), "float32"),
-        k: T.StridedTensor((buffers, rows, Hk, D), (k_b, k_l, k_h, 1), variant.dtype),
-        v: T.StridedTensor((buffers, rows, Hk, D), (v_b, v_l, v_h, 1), variant.dtype),
+        k: strided("k", "b l h", (buffers, rows, Hk, D), variant.dtype),
+        v: strided("v", "b l h", (buffers, rows, Hk, D), variant.dtype),
         entries: T.Tensor((heads, room), "int32"),
         bounds: T.Tensor((heads, num_bounds), "int32"),
         visits: T.Tensor((num_chunks, num_visits, VISIT), "int32"),
@@ -153,35 +166,21 @@ def build(variant: Variant):
         threads = (WARPGROUP_THREADS, plan.threads // WARPGROUP_THREADS)
         # the long tiles of all chunks come first
         with T.Kernel(num_chunks, num_tiles, Hk * B, threads=threads) as (chunk, tile, head):
-            s_k = T.alloc_shared((HALVES, BLOCK, D), variant.dtype)
-            s_v = T.alloc_shared((HALVES, BLOCK, D), variant.dtype)
-            s_q = T.alloc_shared((slots, BLOCK, D), variant.dtype)
-            s_do = T.alloc_shared((slots, BLOCK, D), variant.dtype)
-            s_rows = T.alloc_shared((slots, 2, BLOCK), "float32")
-            s_seen = T.alloc_shared((slots, HALVES, 1), "int32")
-            s = Shared(s_k, s_v, s_q, s_do, s_rows, s_seen)
-            keys_full = T.alloc_barrier(plan.arrivals("keys_full"))
-            q_full = T.alloc_barrier([plan.arrivals("q_full")] * slots)
-            q_free = T.alloc_barrier([plan.arrivals("q_free")] * slots)
-            ring = Ring(q_full, q_free, slots)
+            s, ring = tiles(plan), rings(plan)
             group, b, kv_head = (T.alloc_var("int32") for _ in range(3))
             group = H // Hk
             b = head // Hk
             kv_head = head % Hk
+            keys = KeyTile(chunk, b, kv_head, tile * TILE, first_block[chunk, tile], group)
             tx, w = T.get_thread_binding(0), T.get_thread_binding(1)
             if w < HALVES:
                 T.set_max_nreg(plan.role("grads").regs, 1)
-                gradients(
-                    dkv, s, ring, keys_full, w, chunk, b, kv_head, tile * TILE,
-                    scale, scale2, first, variant,
-                )  # fmt: skip
+                gradients(dkv, s, ring, w, keys, scale, scale2, first, variant)
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if tx < 32:
                     table = WalkTable(entries, bounds, gap, stripe_blocks, num_bounds - 1)
-                    load(
-                        Queries(q, do, lse2, delta), k, v, table, visits, s, ring, keys_full,
-                        chunk, b, kv_head, tile * TILE, first_block[chunk, tile], group,
-                    )  # fmt: skip
+                    x = Queries(q, do, lse2, delta)
+                    load(x, k, v, table, visits, s, ring, keys)
 
     return bwd_dkv

@@ -24,13 +24,15 @@ from typing import Any, NamedTuple
 
 import qla_kernels.tile.language as T
 from qla_kernels.sparse_ring.kernels import dkv_parts
-from qla_kernels.sparse_ring.kernels.dkv_parts import Queries, Shared
+from qla_kernels.sparse_ring.kernels.dkv_parts import Queries
 from qla_kernels.sparse_ring.kernels.walk import COLUMNS, END, HALVES, SEEN, UNSEEN, WHOLE
 from qla_kernels.sparse_ring.shapes import BLOCK, TILE, WORD
 from qla_kernels.tile.bounds import clamped
 from qla_kernels.tile.loops import rolled
-from qla_kernels.tile.ring import Ring
+from qla_kernels.tile.rings import rings
 from qla_kernels.tile.schedule import ONE, WARPGROUP_THREADS, Role, Schedule
+from qla_kernels.tile.strided import strided
+from qla_kernels.tile.tiles import tiles
 
 Variant, VARIANTS, PASS_CONFIGS = dkv_parts.Variant, dkv_parts.VARIANTS, dkv_parts.PASS_CONFIGS
 
@@ -73,16 +75,16 @@ class ColumnWalk(NamedTuple):
 
 
 @T.macro
-def load(x, k, v, s, ring, keys_full, b, head, col0, walk):
-    dkv_parts.load_keys(k, v, s, keys_full, b * x.q.shape[2] + head, col0, 0)  # 1
+def load(x, k, v, s, ring, b, head, col0, walk):
+    dkv_parts.load_keys(k, v, s, ring, b * x.q.shape[2] + head, col0, 0)  # 1
     for i in rolled(walk.count):
         row = (walk.start + i * walk.step) * BLOCK
         dkv_parts.put_queries(x, s, ring, i, b, row, head)  # 2
         if T.shuffle_elect(32):
-            ring.commit(i)
-    ring.acquire(walk.count)
+            ring.q.commit(i)
+    ring.q.acquire(walk.count)
     if T.shuffle_elect(32):
-        ring.commit(walk.count)
+        ring.q.commit(walk.count)
 
 
 @T.macro
@@ -113,17 +115,26 @@ def keep(first_block, v_idx, d_bits, s, ring, of_head, col0, gap, walk):
             what = UNSEEN
         if (low & high) == -1:
             what = WHOLE
-        ring.acquire(i)
+        ring.q.acquire(i)
         dkv_parts.put_seen(s, ring, i, what, low, high)
-    ring.acquire(walk.count)
+    ring.q.acquire(walk.count)
     dkv_parts.put_seen(s, ring, walk.count, END)
 
 
+class ColumnTile(NamedTuple):
+    """The tile of columns of a CTA."""
+
+    part: Any  # the slice of queries that it meets
+    of_head: Any
+    col0: Any
+
+
 @T.macro
-def gradients(dk, dv, s, ring, keys_full, w, part, of_head, col0, live, scale, scale2, variant):
+def gradients(dk, dv, s, ring, w, columns, live, scale, scale2, variant):
+    part, of_head, col0 = columns
     r_dk = T.alloc_fragment((BLOCK, variant.D), "float32")
     r_dv = T.alloc_fragment((BLOCK, variant.D), "float32")
-    dkv_parts.gradients(s, ring, keys_full, w, r_dk, r_dv, scale, scale2, variant)  # 4
+    dkv_parts.gradients(s, ring, w, r_dk, r_dv, scale, scale2, variant)  # 4
     column = col0 + w * BLOCK
     if live:  # 5
         for key, e in T.Parallel(BLOCK, variant.D):
@@ -133,18 +144,16 @@ def gradients(dk, dv, s, ring, keys_full, w, part, of_head, col0, live, scale, s
 
 def build(variant: Variant):
     plan = schedule(variant)
-    slots, D = variant.slots, variant.D
+    D = variant.D
     B, L, H, num_tiles = T.dynamic("B, L, H, num_tiles")
     heads, num_columns, words = T.dynamic("heads, num_columns, words")
     slices, room = T.dynamic("slices, room")  # room for columns: whole tiles
-    q_b, q_l, q_h = T.dynamic("q_b, q_l, q_h")
-    do_b, do_l, do_h = T.dynamic("do_b, do_l, do_h")
     row_b, row_h = T.dynamic("row_b, row_h")
 
     @T.prim_func
     def bwd_dkv_columns(
-        q: T.StridedTensor((B, L, H, D), (q_b, q_l, q_h, 1), variant.dtype),
-        do: T.StridedTensor((B, L, H, D), (do_b, do_l, do_h, 1), variant.dtype),
+        q: strided("q", "b l h", (B, L, H, D), variant.dtype),
+        do: strided("do", "b l h", (B, L, H, D), variant.dtype),
         lse2: T.StridedTensor((B, H, L), (row_b, row_h, 1), "float32"),
         delta: T.StridedTensor((B, H, L), (row_b, row_h, 1), "float32"),
         k: T.Tensor((heads, num_columns, 1, D), variant.dtype),
@@ -163,25 +172,14 @@ def build(variant: Variant):
         threads = (WARPGROUP_THREADS, plan.threads // WARPGROUP_THREADS)
         # the long tiles of all heads come first
         with T.Kernel(slices, heads, room // TILE, threads=threads) as (part, of_head, tile):
-            s_k = T.alloc_shared((HALVES, BLOCK, D), variant.dtype)
-            s_v = T.alloc_shared((HALVES, BLOCK, D), variant.dtype)
-            s_q = T.alloc_shared((slots, BLOCK, D), variant.dtype)
-            s_do = T.alloc_shared((slots, BLOCK, D), variant.dtype)
-            s_rows = T.alloc_shared((slots, 2, BLOCK), "float32")
-            s_seen = T.alloc_shared((slots, HALVES, SEEN), "int32")
-            s = Shared(s_k, s_v, s_q, s_do, s_rows, s_seen)
-            keys_full = T.alloc_barrier(plan.arrivals("keys_full"))
-            q_full = T.alloc_barrier([plan.arrivals("q_full")] * slots)
-            q_free = T.alloc_barrier([plan.arrivals("q_free")] * slots)
-            ring = Ring(q_full, q_free, slots)
+            s, ring = tiles(plan), rings(plan)
             col0 = tile * TILE
             tx, w = T.get_thread_binding(0), T.get_thread_binding(1)
             if w < HALVES:
                 T.set_max_nreg(plan.role("grads").regs, 1)
                 live = v_idx[of_head, col0] < tokens
-                gradients(
-                    dk, dv, s, ring, keys_full, w, part, of_head, col0, live, scale, scale2, variant
-                )
+                columns = ColumnTile(part, of_head, col0)
+                gradients(dk, dv, s, ring, w, columns, live, scale, scale2, variant)
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 low, high, middle = (T.alloc_var("int32") for _ in range(3))
@@ -199,7 +197,7 @@ def build(variant: Variant):
                 walk = ColumnWalk(low, slices, high)
                 if tx < 32:
                     x = Queries(q, do, lse2, delta)
-                    load(x, k, values, s, ring, keys_full, of_head // H, of_head % H, col0, walk)
+                    load(x, k, values, s, ring, of_head // H, of_head % H, col0, walk)
                 elif tx < 64:
                     keep(first_block, v_idx, d_bits, s, ring, of_head, col0, gap, walk)
 

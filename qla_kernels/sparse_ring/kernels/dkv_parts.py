@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import qla_kernels.tile.language as T
 from qla_kernels.attn.kernels.delta import DELTA, LSE2
 from qla_kernels.sparse_ring.kernels.walk import COLUMNS, END, HALVES, TRIANGLE, UNSEEN
-from qla_kernels.sparse_ring.shapes import BLOCK, TILE
-from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.sparse_ring.shapes import BLOCK
+from qla_kernels.tile.schedule import Role, Schedule, Tile
 from qla_kernels.tile.softmax_backward import clear_hidden, ds_from_dp, probs_from_lse
 
 PASS_CONFIGS = {
@@ -43,9 +43,11 @@ VARIANTS = tuple(Variant(dtype, D) for dtype in ("bfloat16", "float16") for D in
 def schedule(variant: Variant, words: int, *serving: Role) -> Schedule:
     """Returns the Schedule of a variant.
 
-    `words` is the number of words in `Shared.seen` for each half, and `serving` are the roles of
-    the third warpgroup.
+    `words` is the number of words in the tile `seen` for each half: 1 for codes, or SEEN for codes
+    with masks of COLUMNS. `serving` are the roles of the third warpgroup.
     """
+    keys = Tile((HALVES, BLOCK, variant.D), variant.dtype)
+    queries = Tile((variant.slots, BLOCK, variant.D), variant.dtype)
     return Schedule(
         roles=(
             Role(
@@ -59,21 +61,16 @@ def schedule(variant: Variant, words: int, *serving: Role) -> Schedule:
             ),
             *serving,
         ),
-        rings={"q": variant.slots},
-        # k, v; q, dO; lse2, delta; codes; barriers and alignment
-        smem_bytes=2 * TILE * variant.D * 2
-        + variant.slots * (2 * BLOCK * variant.D * 2 + 2 * BLOCK * 4 + HALVES * words * 4)
-        + 1024,
+        rings={"keys": 1, "q": variant.slots},
+        tiles={
+            "k": keys,
+            "v": keys,
+            "q": queries,
+            "do": queries,
+            "rows": Tile((variant.slots, 2, BLOCK), "float32"),  # lse2 and delta
+            "seen": Tile((variant.slots, HALVES, words), "int32"),
+        },
     )
-
-
-class Shared(NamedTuple):
-    k: Any  # [HALVES, BLOCK, D]
-    v: Any
-    q: Any  # [slots, BLOCK, D]
-    do: Any
-    rows: Any  # fp32 [slots, 2, BLOCK]
-    seen: Any  # int32 [slots, HALVES, 1] codes, or [slots, HALVES, 3] with masks of COLUMNS
 
 
 class Queries(NamedTuple):
@@ -84,25 +81,25 @@ class Queries(NamedTuple):
 
 
 @T.macro
-def load_keys(k, v, s, keys_full, b, row0, head):
+def load_keys(k, v, s, ring, b, row0, head):
     for half in T.unroll(HALVES):
         rows = slice(row0 + half * BLOCK, row0 + (half + 1) * BLOCK)
-        T.tma_copy(k[b, rows, head, :], s.k[half, :, :], barrier=keys_full)
-        T.tma_copy(v[b, rows, head, :], s.v[half, :, :], barrier=keys_full)
+        T.tma_copy(k[b, rows, head, :], s.k[half, :, :], barrier=ring.keys)
+        T.tma_copy(v[b, rows, head, :], s.v[half, :, :], barrier=ring.keys)
     if T.shuffle_elect(32):
-        T.barrier_arrive(keys_full)
+        T.barrier_arrive(ring.keys)
 
 
 @T.macro
 def put_queries(x, s, ring, i, b, row, head):
     """Loads the block of queries of step i, and does not commit its slot."""
-    slot = ring.slot(i)
+    slot = ring.q.slot(i)
     rows = slice(row, row + BLOCK)
-    ring.acquire(i)
-    T.tma_copy(x.q[b, rows, head, :], s.q[slot, :, :], barrier=ring.barrier(i))
-    T.tma_copy(x.do[b, rows, head, :], s.do[slot, :, :], barrier=ring.barrier(i))
-    T.tma_copy(x.lse2[b, head, rows], s.rows[slot, LSE2, :], barrier=ring.barrier(i))
-    T.tma_copy(x.delta[b, head, rows], s.rows[slot, DELTA, :], barrier=ring.barrier(i))
+    ring.q.acquire(i)
+    T.tma_copy(x.q[b, rows, head, :], s.q[slot, :, :], barrier=ring.q.barrier(i))
+    T.tma_copy(x.do[b, rows, head, :], s.do[slot, :, :], barrier=ring.q.barrier(i))
+    T.tma_copy(x.lse2[b, head, rows], s.rows[slot, LSE2, :], barrier=ring.q.barrier(i))
+    T.tma_copy(x.delta[b, head, rows], s.rows[slot, DELTA, :], barrier=ring.q.barrier(i))
 
 
 @T.macro
@@ -110,11 +107,11 @@ def put_seen(s, ring, i, what, low=0, high=0):
     """Writes the codes of step i: of half 0 by lane 0, of half 1 by lane 1; the warp commits."""
     lane = T.get_thread_binding() % 32
     if lane < HALVES:
-        s.seen[ring.slot(i), lane, 0] = what
+        s.seen[ring.q.slot(i), lane, 0] = what
         if s.seen.shape[2] > 1:
-            s.seen[ring.slot(i), lane, 1] = low
-            s.seen[ring.slot(i), lane, 2] = high
-    ring.commit(i)
+            s.seen[ring.q.slot(i), lane, 1] = low
+            s.seen[ring.q.slot(i), lane, 2] = high
+    ring.q.commit(i)
 
 
 @T.macro
@@ -131,7 +128,7 @@ def hide(r_p, s, slot, half, what):
 
 
 @T.macro
-def gradients(s, ring, keys_full, w, r_dk, r_dv, scale, scale2, variant):
+def gradients(s, ring, w, r_dk, r_dv, scale, scale2, variant):
     """Sets r_dk and r_dv to dK and dV of half w, by all steps up to END.
 
     The shuffle and the votes tell ptxas that all lanes have the same value. It then keeps the
@@ -145,12 +142,12 @@ def gradients(s, ring, keys_full, w, r_dk, r_dv, scale, scale2, variant):
     half = T.shfl_sync(w, 0)
     T.clear(r_dk)
     T.clear(r_dv)
-    T.barrier_wait(keys_full, 0)
+    T.barrier_wait(ring.keys, 0)
     i = 0
-    ring.wait(i)
+    ring.q.wait(i)
     what = s.seen[0, half, 0]
     while T.any_sync(what != END) != 0:
-        slot = ring.slot(i)
+        slot = ring.q.slot(i)
         if T.any_sync(what != UNSEEN) != 0:
             T.wgmma_gemm(s.k[half, :, :], s.q[slot, :, :], r_s, transpose_B=True, clear_accum=True)
             T.wgmma_gemm(
@@ -166,9 +163,9 @@ def gradients(s, ring, keys_full, w, r_dk, r_dv, scale, scale2, variant):
             T.wgmma_gemm(r_p, s.do[slot, :, :], r_dv)
             T.wgmma_gemm(r_ds, s.q[slot, :, :], r_dk)
             T.wait_wgmma(0)
-        ring.release(i)
+        ring.q.release(i)
         i += 1
-        ring.wait(i)
-        what = s.seen[ring.slot(i), half, 0]
+        ring.q.wait(i)
+        what = s.seen[ring.q.slot(i), half, 0]
     for key, e in T.Parallel(BLOCK, variant.D):
         r_dk[key, e] *= scale
