@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 import qla_kernels.tile.language as T
 from qla_kernels.sparse_ring.kernels import dkv_parts
-from qla_kernels.sparse_ring.kernels.dkv_parts import Queries
 from qla_kernels.sparse_ring.kernels.walk import (
     END,
     HALVES,
@@ -33,6 +32,7 @@ from qla_kernels.sparse_ring.kernels.walk import (
     UNSEEN,
     VISIT,
     WHOLE,
+    Queries,
     WalkTable,
 )
 from qla_kernels.sparse_ring.shapes import BLOCK, TILE

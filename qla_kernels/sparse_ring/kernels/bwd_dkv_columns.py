@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 
 import qla_kernels.tile.language as T
 from qla_kernels.sparse_ring.kernels import dkv_parts
-from qla_kernels.sparse_ring.kernels.dkv_parts import Queries
-from qla_kernels.sparse_ring.kernels.walk import COLUMNS, END, HALVES, SEEN, UNSEEN, WHOLE
+from qla_kernels.sparse_ring.kernels.walk import COLUMNS, END, HALVES, SEEN, UNSEEN, WHOLE, Queries
 from qla_kernels.sparse_ring.shapes import BLOCK, TILE, WORD
 from qla_kernels.tile.bounds import clamped
 from qla_kernels.tile.loops import rolled

@@ -28,7 +28,9 @@ from qla_kernels.sparse_ring.kernels.walk import (
     SEEN,
     TRIANGLE,
     VISIT,
-    Steps,
+    Mask,
+    Queries,
+    QueryTile,
     WalkTable,
     advance,
     first_block_of,
@@ -38,9 +40,11 @@ from qla_kernels.sparse_ring.kernels.walk import (
 )
 from qla_kernels.sparse_ring.shapes import BLOCK, TILE
 from qla_kernels.tile.named_barriers import NamedBarrier
-from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Role, Schedule
+from qla_kernels.tile.rings import rings
+from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Role, Schedule, Tile
 from qla_kernels.tile.softmax_backward import clear_hidden, ds_from_dp, probs_from_lse
+from qla_kernels.tile.strided import strided
+from qla_kernels.tile.tiles import tiles
 
 
 class Variant(NamedTuple):
@@ -63,6 +67,8 @@ PASS_CONFIGS = {
 
 
 def schedule(variant: Variant) -> Schedule:
+    queries = Tile((HALVES, BLOCK, variant.D), variant.dtype)
+    keys = Tile((variant.slots, BLOCK, variant.D), variant.dtype)
     return Schedule(
         roles=(
             Role(
@@ -85,32 +91,35 @@ def schedule(variant: Variant) -> Schedule:
             ),
             Role("spare", warps=3, regs=56, computes="fills the warpgroup"),
         ),
-        rings={"k": variant.slots, "v": variant.slots},
+        rings={"q": 1, "k": variant.slots, "v": variant.slots},
         named={"meet": Named(WARPGROUP_THREADS, copies=HALVES)},  # the warps of a warpgroup
-        # q; dO, whose place dQ takes at the end; k and v; codes; barriers and alignment
-        smem_bytes=(2 * HALVES + 2 * variant.slots) * BLOCK * variant.D * 2
-        + variant.slots * HALVES * SEEN * 4
-        + 1024,
+        tiles={
+            "q": queries,
+            "do": queries,  # at the end dQ
+            "k": keys,
+            "v": keys,
+            "seen": Tile((variant.slots, HALVES, SEEN), "int32"),  # codes and masks
+        },
     )
 
 
 @T.macro
-def load(
-    q, do, k, v, k_columns, v_columns, table, d_bits, v_idx, visits, s_q, s_do, q_full, steps,
-    i0, row0, b, h, of_head, kv_head, columns,
-):  # fmt: skip
+def load(queries, keys, gathered, mask, s, ring, x, columns):
+    """Loads Q and dO, then makes the steps. `keys` are K and V, `gathered` those of columns."""
+    q, do = queries.q, queries.do
+    i0, row0, b, h, of_head, kv_head = x
     walked = T.alloc_local((2,), "int32")
     for w in T.unroll(HALVES):  # 1
         rows = slice(row0 + w * BLOCK, row0 + (w + 1) * BLOCK)
-        T.tma_copy(q[b, rows, h, :], s_q[w, :, :], barrier=q_full)
-        T.tma_copy(do[b, rows, h, :], s_do[w, :, :], barrier=q_full)
-    T.barrier_arrive(q_full)
+        T.tma_copy(q[b, rows, h, :], s.q[w, :, :], barrier=ring.q)
+        T.tma_copy(do[b, rows, h, :], s.do[w, :, :], barrier=ring.q)
+    T.barrier_arrive(ring.q)
     walked[0] = 0
     walked[1] = 0
-    walk_slashes(steps, walked, table, visits, k, v, of_head, i0, b, kv_head)
+    walk_slashes(s, ring, walked, mask, *keys, of_head, i0, b, kv_head)
     if columns != 0:
-        walk_columns(steps, walked, v_idx, d_bits, k_columns, v_columns, of_head, i0, table.gap)
-    walk_end(steps, walked)
+        walk_columns(s, ring, walked, mask, *gathered, of_head, i0)
+    walk_end(s, ring, walked)
 
 
 @T.macro
@@ -124,19 +133,18 @@ def hide(r_p, seen):
 
 
 @T.macro
-def rows(
-    lse2, delta, dq, out, s_q, s_do, q_full, steps, row0, q_rows, b, h,
-    scale, scale2, first, finish, meet, variant,
-):  # fmt: skip
+def rows(queries, dq, out, s, ring, meet, x, scale, scale2, first, finish):
+    lse2, delta, D, dtype = queries.lse2, queries.delta, dq.shape[2], out.dtype
+    row0, b, h, q_rows = x.row0, x.b, x.h, lse2.shape[2]
     w = T.alloc_var("int32")
     w = T.shfl_sync(T.get_thread_binding(1), 0)
     row = row0 + w * BLOCK
     out0 = b * q_rows + row
     r_s = T.alloc_fragment((BLOCK, BLOCK), "float32")
     r_dp = T.alloc_fragment((BLOCK, BLOCK), "float32")
-    r_ds = T.alloc_fragment((BLOCK, BLOCK), variant.dtype)
-    r_dq = T.alloc_fragment((BLOCK, variant.D), "float32")
-    r_dq16 = T.alloc_fragment((BLOCK, variant.D), variant.dtype)
+    r_ds = T.alloc_fragment((BLOCK, BLOCK), dtype)
+    r_dq = T.alloc_fragment((BLOCK, D), "float32")
+    r_dq16 = T.alloc_fragment((BLOCK, D), dtype)
     r_lse2 = T.alloc_fragment((BLOCK,), "float32")
     r_delta = T.alloc_fragment((BLOCK,), "float32")
     seen = T.alloc_local((SEEN,), "int32")
@@ -145,66 +153,62 @@ def rows(
         r_lse2[r] = lse2[b, h, row + r]
         r_delta[r] = delta[b, h, row + r]
     T.clear(r_dq)
-    T.barrier_wait(q_full, 0)
+    T.barrier_wait(ring.q, 0)
     at[0] = -1
-    advance(steps, at, w, seen)
+    advance(s, ring, at, w, seen)
     while seen[0] != END:
-        slot = steps.k.slot(at[0])
+        slot = ring.k.slot(at[0])
         # 2
-        T.wgmma_gemm(s_q[w, :, :], steps.s_k[slot, :, :], r_s, transpose_B=True, clear_accum=True)
-        steps.v.wait(at[0])
-        T.wgmma_gemm(s_do[w, :, :], steps.s_v[slot, :, :], r_dp, transpose_B=True, clear_accum=True)
+        T.wgmma_gemm(s.q[w, :, :], s.k[slot, :, :], r_s, transpose_B=True, clear_accum=True)
+        ring.v.wait(at[0])
+        T.wgmma_gemm(s.do[w, :, :], s.v[slot, :, :], r_dp, transpose_B=True, clear_accum=True)
         T.wait_wgmma(1)
         probs_from_lse(r_s, lambda r, c: r_lse2[r], scale2)
         hide(r_s, seen)
         T.wait_wgmma(0)
-        steps.v.release(at[0])
+        ring.v.release(at[0])
         ds_from_dp(r_dp, r_s, lambda r, c: r_delta[r])
         T.copy(r_dp, r_ds)
-        T.wgmma_gemm(r_ds, steps.s_k[slot, :, :], r_dq)
+        T.wgmma_gemm(r_ds, s.k[slot, :, :], r_dq)
         T.wait_wgmma(0)
-        steps.k.release(at[0])
-        advance(steps, at, w, seen)
-    for r, c in T.Parallel(BLOCK, variant.D):
+        ring.k.release(at[0])
+        advance(s, ring, at, w, seen)
+    for r, c in T.Parallel(BLOCK, D):
         r_dq[r, c] *= scale
     if first == 0:  # 3
-        for r, c in T.Parallel(BLOCK, variant.D):
+        for r, c in T.Parallel(BLOCK, D):
             r_dq[r, c] += dq[out0 + r, h, c]
     if finish != 0:
         T.copy(r_dq, r_dq16)
-        T.copy(r_dq16, s_do[w, :, :])
+        T.copy(r_dq16, s.do[w, :, :])
         T.fence_proxy_async()  # s_do: written by threads, read by the TMA store
         meet.sync(w)
-        T.tma_copy(s_do[w, :, :], out[out0 : out0 + BLOCK, h, :])
+        T.tma_copy(s.do[w, :, :], out[out0 : out0 + BLOCK, h, :])
         T.tma_store_wait(0)
     else:
-        for r, c in T.Parallel(BLOCK, variant.D):
+        for r, c in T.Parallel(BLOCK, D):
             dq[out0 + r, h, c] = r_dq[r, c]
 
 
 def build(variant: Variant):
     plan = schedule(variant)
-    D, slots = variant.D, variant.slots
+    D = variant.D
     B, L, H, Hk, num_tiles = T.dynamic("B, L, H, Hk, num_tiles")
     buffers, chunk, num_visits = T.dynamic("buffers, chunk, num_visits")
     gathered, num_columns = T.dynamic("gathered, num_columns")
     heads, room, num_bounds, words = T.dynamic("heads, room, num_bounds, words")
-    q_b, q_l, q_h = T.dynamic("q_b, q_l, q_h")
-    do_b, do_l, do_h = T.dynamic("do_b, do_l, do_h")
-    k_b, k_l, k_h = T.dynamic("k_b, k_l, k_h")
-    v_b, v_l, v_h = T.dynamic("v_b, v_l, v_h")
     row_b, row_h = T.dynamic("row_b, row_h")
     dq_rows, out_rows = T.dynamic("dq_rows, out_rows")
 
     @T.prim_func
     def bwd_dq(
-        q: T.StridedTensor((B, L, H, D), (q_b, q_l, q_h, 1), variant.dtype),
-        do: T.StridedTensor((B, L, H, D), (do_b, do_l, do_h, 1), variant.dtype),
+        q: strided("q", "b l h", (B, L, H, D), variant.dtype),
+        do: strided("do", "b l h", (B, L, H, D), variant.dtype),
         lse2: T.StridedTensor((B, H, L), (row_b, row_h, 1), "float32"),
         delta: T.StridedTensor((B, H, L), (row_b, row_h, 1), "float32"),
-        k: T.StridedTensor((buffers, chunk, Hk, D), (k_b, k_l, k_h, 1), variant.dtype),
+        k: strided("k", "b l h", (buffers, chunk, Hk, D), variant.dtype),
         # V; `v` would sort before v_idx, and swap two parameters of the generated function
-        values: T.StridedTensor((buffers, chunk, Hk, D), (v_b, v_l, v_h, 1), variant.dtype),
+        values: strided("v", "b l h", (buffers, chunk, Hk, D), variant.dtype),
         k_columns: T.Tensor((heads, gathered, 1, D), variant.dtype),
         v_columns: T.Tensor((heads, gathered, 1, D), variant.dtype),
         entries: T.Tensor((heads, room), "int32"),
@@ -224,19 +228,7 @@ def build(variant: Variant):
         finish: T.int32,
     ):
         with T.Kernel(B * H * num_tiles, threads=plan.block) as block:
-            s_q = T.alloc_shared((HALVES, BLOCK, D), variant.dtype)
-            s_do = T.alloc_shared((HALVES, BLOCK, D), variant.dtype)
-            s_k = T.alloc_shared((slots, BLOCK, D), variant.dtype)
-            s_v = T.alloc_shared((slots, BLOCK, D), variant.dtype)
-            s_seen = T.alloc_shared((slots, HALVES, SEEN), "int32")
-            q_full = T.alloc_barrier(plan.arrivals("q_full"))
-            k_full = T.alloc_barrier([plan.arrivals("k_full")] * slots)
-            k_free = T.alloc_barrier([plan.arrivals("k_free")] * slots)
-            v_full = T.alloc_barrier([plan.arrivals("v_full")] * slots)
-            v_free = T.alloc_barrier([plan.arrivals("v_free")] * slots)
-            steps = Steps(
-                s_k, s_v, s_seen, Ring(k_full, k_free, slots), Ring(v_full, v_free, slots)
-            )
+            s, ring = tiles(plan), rings(plan)
             table = WalkTable(entries, bounds, gap, stripe_blocks, num_bounds - 1)
 
             # Heads of a group are adjacent, so keys and values stay in L2; long tiles come first.
@@ -248,20 +240,18 @@ def build(variant: Variant):
             b = block // group // num_tiles // Hk
             h = kv_head * group + block % group
             i0 = first_block_of(first_block, tile, d_bits, gap)
+            queries = Queries(q, do, lse2, delta)
+            x = QueryTile(i0, tile * TILE, b, h, b * H + h, kv_head)
 
             if T.get_thread_binding(1) < HALVES:
                 T.set_max_nreg(plan.role("rows").regs, 1)
-                rows(
-                    lse2, delta, dq, out, s_q, s_do, q_full, steps, tile * TILE, L, b, h,
-                    scale, scale2, first, finish, NamedBarrier(plan, "meet"), variant,
-                )  # fmt: skip
+                meet = NamedBarrier(plan, "meet")
+                rows(queries, dq, out, s, ring, meet, x, scale, scale2, first, finish)
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if T.get_thread_binding(0) < 32:
-                    load(
-                        q, do, k, values, k_columns, v_columns, table, d_bits, v_idx, visits,
-                        s_q, s_do, q_full, steps, i0, tile * TILE, b, h, b * H + h, kv_head,
-                        columns,
-                    )  # fmt: skip
+                    keys, gathered = (k, values), (k_columns, v_columns)
+                    mask = Mask(table, visits, d_bits, v_idx)
+                    load(queries, keys, gathered, mask, s, ring, x, columns)
 
     return bwd_dq

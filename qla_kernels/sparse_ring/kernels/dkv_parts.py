@@ -11,7 +11,7 @@ says which pairs see each other, in the codes of walk.py; a mask of COLUMNS has 
 of the half.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import qla_kernels.tile.language as T
 from qla_kernels.attn.kernels.delta import DELTA, LSE2
@@ -71,13 +71,6 @@ def schedule(variant: Variant, words: int, *serving: Role) -> Schedule:
             "seen": Tile((variant.slots, HALVES, words), "int32"),
         },
     )
-
-
-class Queries(NamedTuple):
-    q: Any  # [B, rows, heads, D]
-    do: Any
-    lse2: Any  # [B, heads, rows]
-    delta: Any
 
 
 @T.macro

@@ -25,7 +25,7 @@ the left operand of P V directly in accumulator layout, and P V runs at the same
 of the next step. K is released earlier than V, so it has fewer slots.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import qla_kernels.tile.language as T
 from qla_kernels.sparse_ring.kernels.walk import (
@@ -34,7 +34,8 @@ from qla_kernels.sparse_ring.kernels.walk import (
     SEEN,
     TRIANGLE,
     VISIT,
-    Steps,
+    Mask,
+    QueryTile,
     WalkTable,
     advance,
     first_block_of,
@@ -45,10 +46,11 @@ from qla_kernels.sparse_ring.kernels.walk import (
 from qla_kernels.sparse_ring.shapes import BLOCK, TILE
 from qla_kernels.tile import pin, softmax
 from qla_kernels.tile.constants import LN2, LOG2E
-from qla_kernels.tile.language import make_full_bank_swizzled_layout
 from qla_kernels.tile.named_barriers import NamedBarrier
-from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Role, Schedule
+from qla_kernels.tile.rings import rings
+from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Role, Schedule, Tile
+from qla_kernels.tile.strided import strided
+from qla_kernels.tile.tiles import tiles
 
 
 class Variant(NamedTuple):
@@ -66,7 +68,7 @@ PASS_CONFIGS = {
 
 
 def schedule(variant: Variant) -> Schedule:
-    rings = {"k": 4, "v": 8} if variant.D == 128 else {"k": 8, "v": 16}
+    k_slots, v_slots = (4, 8) if variant.D == 128 else (8, 16)
     return Schedule(
         roles=(
             Role(
@@ -89,34 +91,33 @@ def schedule(variant: Variant) -> Schedule:
             ),
             Role("spare", warps=3, regs=40, computes="fills the warpgroup"),
         ),
-        rings=rings,
+        rings={"q": 1, "k": k_slots, "v": v_slots},
         named={"meet": Named(WARPGROUP_THREADS, copies=2)},  # the warps of a warpgroup
-        # q, whose place o takes at the end; k and v; codes and masks; barriers and alignment
-        smem_bytes=(2 + rings["k"] + rings["v"]) * BLOCK * variant.D * 2
-        + rings["k"] * 2 * SEEN * 4
-        + 1024,
+        tiles={
+            "q": Tile((2, BLOCK, variant.D), variant.dtype, swizzled=True),  # at the end o
+            "k": Tile((k_slots, BLOCK, variant.D), variant.dtype, swizzled=True),
+            "v": Tile((v_slots, BLOCK, variant.D), variant.dtype, swizzled=True),
+            "seen": Tile((k_slots, 2, SEEN), "int32"),  # codes and masks
+        },
     )
 
 
 @T.macro
-def load(
-    q, k, v, k_columns, v_columns, table, d_bits, v_idx, visits, s_q, q_full, steps,
-    i0, row0, b, h, row_of_table, head, seqlen, columns,
-):  # fmt: skip
+def load(q, keys, gathered, mask, s, ring, x, seqlen, columns):
+    """Loads Q, then makes the steps. `keys` are K and V, `gathered` those of columns."""
+    i0, row0, b, h, of_head, kv_head = x
     walked = T.alloc_local((2,), "int32")
     for w in T.unroll(2):  # 1
         rows = q[b, row0 + w * BLOCK : row0 + (w + 1) * BLOCK, h, :]
-        T.tma_copy(rows, s_q[w, :, :], barrier=q_full)
-    T.barrier_arrive(q_full)
+        T.tma_copy(rows, s.q[w, :, :], barrier=ring.q)
+    T.barrier_arrive(ring.q)
     walked[0] = 0
     walked[1] = 0
     if i0 * BLOCK < seqlen:  # else all rows are padding
-        walk_slashes(steps, walked, table, visits, k, v, row_of_table, i0, b, head)
+        walk_slashes(s, ring, walked, mask, *keys, of_head, i0, b, kv_head)
         if columns != 0:
-            walk_columns(
-                steps, walked, v_idx, d_bits, k_columns, v_columns, row_of_table, i0, table.gap
-            )
-    walk_end(steps, walked)
+            walk_columns(s, ring, walked, mask, *gathered, of_head, i0)
+    walk_end(s, ring, walked)
 
 
 @T.macro
@@ -132,7 +133,7 @@ def hide(r_s, seen):
 
 
 @T.macro
-def attend(s_q, q_full, steps, w, r_o, m, l, met, scale2, D, dtype):
+def attend(s, ring, w, r_o, m, l, met, scale2, D, dtype):
     r_q = T.alloc_fragment((BLOCK, D), dtype)
     r_s = T.alloc_fragment((BLOCK, BLOCK), "float32")
     r_p = T.alloc_fragment((BLOCK, BLOCK), dtype)
@@ -142,46 +143,44 @@ def attend(s_q, q_full, steps, w, r_o, m, l, met, scale2, D, dtype):
     before = T.alloc_var("int32")
     softmax.begin(m, l)
     T.clear(r_o)
-    T.barrier_wait(q_full, 0)
-    T.copy(s_q[w, :, :], r_q)
+    T.barrier_wait(ring.q, 0)
+    T.copy(s.q[w, :, :], r_q)
     at[0] = -1
-    advance(steps, at, w, seen)
+    advance(s, ring, at, w, seen)
     met[0] = 0
     if seen[0] != END:
         met[0] = 1
-        T.wgmma_gemm(
-            r_q, steps.s_k[steps.k.slot(at[0]), :, :], r_s, transpose_B=True, clear_accum=True
-        )
+        T.wgmma_gemm(r_q, s.k[ring.k.slot(at[0]), :, :], r_s, transpose_B=True, clear_accum=True)
         T.wait_wgmma(0)
-        steps.k.release(at[0])
+        ring.k.release(at[0])
         hide(r_s, seen)
         softmax.grow_max(r_s, m, a, scale2)
         softmax.exponentiate(r_s, m, a, l, scale2)
         T.copy(r_s, r_p)
         before = at[0]
-        advance(steps, at, w, seen)
+        advance(s, ring, at, w, seen)
         while seen[0] != END:
             T.wgmma_gemm(  # 2
-                r_q, steps.s_k[steps.k.slot(at[0]), :, :], r_s, transpose_B=True, clear_accum=True
+                r_q, s.k[ring.k.slot(at[0]), :, :], r_s, transpose_B=True, clear_accum=True
             )
-            steps.v.wait(before)
-            T.wgmma_gemm(r_p, steps.s_v[steps.v.slot(before), :, :], r_o)
+            ring.v.wait(before)
+            T.wgmma_gemm(r_p, s.v[ring.v.slot(before), :, :], r_o)
             T.wait_wgmma(1)
-            steps.k.release(at[0])
+            ring.k.release(at[0])
             hide(r_s, seen)  # 3
             softmax.grow_max(r_s, m, a, scale2)
             softmax.exponentiate(r_s, m, a, l, scale2)
             pin.pin(l[0] + l[1])
             T.wait_wgmma(0)
-            steps.v.release(before)
+            ring.v.release(before)
             T.copy(r_s, r_p)
             softmax.rescale(r_o, a)  # 4
             before = at[0]
-            advance(steps, at, w, seen)
-        steps.v.wait(before)
-        T.wgmma_gemm(r_p, steps.s_v[steps.v.slot(before), :, :], r_o)
+            advance(s, ring, at, w, seen)
+        ring.v.wait(before)
+        T.wgmma_gemm(r_p, s.v[ring.v.slot(before), :, :], r_o)
         T.wait_wgmma(0)
-        steps.v.release(before)
+        ring.v.release(before)
 
 
 @T.macro
@@ -214,11 +213,21 @@ def weigh(lse, b, h, row0, token0, seqlen, first, old, now):
             lse[b, h, row0 + warp * 16 + n * 8 + lane // 4] = both[n] * LN2
 
 
+class Results(NamedTuple):
+    """O and LSE of all launches so far, in fp32, and O of the last one, rounded."""
+
+    o: Any
+    lse: Any
+    out: Any
+
+
 @T.macro
-def rows(
-    o, lse, out, s_q, q_full, steps, i0, row0, o0, b, h, gap, seqlen, scale2, first, finish,
-    meet, D, dtype,
-):  # fmt: skip
+def rows(results, s, ring, meet, x, gap, seqlen, scale2, first, finish, variant):
+    o, lse, out = results
+    i0, row0 = x.i0, x.row0
+    o0 = x.b * lse.shape[2] + x.row0
+    b, h = x.b, x.h
+    dtype, D = variant
     r_o = T.alloc_fragment((BLOCK, D), "float32")
     r_old = T.alloc_fragment((BLOCK, D), "float32")
     r_o16 = T.alloc_fragment((BLOCK, D), dtype)
@@ -230,7 +239,7 @@ def rows(
     w, above = T.alloc_var("int32"), T.alloc_var("int32")
     w = T.shfl_sync(T.get_thread_binding(1), 0)  # for ptxas: one value in the warp
     above = w * BLOCK
-    attend(s_q, q_full, steps, w, r_o, m, l, met, scale2, D, dtype)
+    attend(s, ring, w, r_o, m, l, met, scale2, D, dtype)
     if (met[0] | first | finish) != 0:  # 5; else o and LSE stay as they are
         softmax.finish(r_o, m, l, now, scale2)
         weigh(lse, b, h, row0 + above, (i0 + w * gap) * BLOCK, seqlen, first, old, now)
@@ -243,10 +252,10 @@ def rows(
                 r_o[r, c] += r_old[r, c]
         if finish != 0:
             T.copy(r_o, r_o16)
-            T.copy(r_o16, s_q[w, :, :])
+            T.copy(r_o16, s.q[w, :, :])
             T.fence_proxy_async()  # s_q: written by threads, read by the TMA store
             meet.sync(w)
-            T.tma_copy(s_q[w, :, :], out[o0 + above : o0 + above + BLOCK, h, :])
+            T.tma_copy(s.q[w, :, :], out[o0 + above : o0 + above + BLOCK, h, :])
             T.tma_store_wait(0)
         else:
             for r, c in T.Parallel(BLOCK, D):
@@ -255,21 +264,18 @@ def rows(
 
 def build(variant: Variant):
     plan = schedule(variant)
-    D, rings = variant.D, plan.rings
+    D = variant.D
     B, L, H, Hk, num_tiles = T.dynamic("B, L, H, Hk, num_tiles")
     slots, chunk, num_columns, num_visits = T.dynamic("slots, chunk, num_columns, num_visits")
     heads, room, num_bounds, words = T.dynamic("heads, room, num_bounds, words")
     num_idx, o_rows, out_rows = T.dynamic("num_idx, o_rows, out_rows")
-    q_b, q_l, q_h = T.dynamic("q_b, q_l, q_h")
-    k_b, k_l, k_h = T.dynamic("k_b, k_l, k_h")
-    v_b, v_l, v_h = T.dynamic("v_b, v_l, v_h")
 
     @T.prim_func
     def fwd(
-        q: T.StridedTensor((B, L, H, D), (q_b, q_l, q_h, 1), variant.dtype),
-        k: T.StridedTensor((slots, chunk, Hk, D), (k_b, k_l, k_h, 1), variant.dtype),
+        q: strided("q", "b l h", (B, L, H, D), variant.dtype),
+        k: strided("k", "b l h", (slots, chunk, Hk, D), variant.dtype),
         # V; `v` would sort before v_idx, and swap two parameters of the generated function
-        values: T.StridedTensor((slots, chunk, Hk, D), (v_b, v_l, v_h, 1), variant.dtype),
+        values: strided("v", "b l h", (slots, chunk, Hk, D), variant.dtype),
         k_columns: T.Tensor((heads, num_columns, 1, D), variant.dtype),
         v_columns: T.Tensor((heads, num_columns, 1, D), variant.dtype),
         entries: T.Tensor((heads, room), "int32"),
@@ -291,19 +297,7 @@ def build(variant: Variant):
     ):
         with T.Kernel(B * H * num_tiles, threads=plan.block) as block:
             T.import_source(softmax.SOURCE + pin.SOURCE)
-            s_q = T.alloc_shared((2, BLOCK, D), variant.dtype)
-            s_k = T.alloc_shared((rings["k"], BLOCK, D), variant.dtype)
-            s_v = T.alloc_shared((rings["v"], BLOCK, D), variant.dtype)
-            s_seen = T.alloc_shared((rings["k"], 2, SEEN), "int32")
-            T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in (s_q, s_k, s_v)})
-            q_full = T.alloc_barrier(plan.arrivals("q_full"))
-            k_full = T.alloc_barrier([plan.arrivals("k_full")] * rings["k"])
-            k_free = T.alloc_barrier([plan.arrivals("k_free")] * rings["k"])
-            v_full = T.alloc_barrier([plan.arrivals("v_full")] * rings["v"])
-            v_free = T.alloc_barrier([plan.arrivals("v_free")] * rings["v"])
-            k_ring = Ring(k_full, k_free, rings["k"])
-            v_ring = Ring(v_full, v_free, rings["v"])
-            steps = Steps(s_k, s_v, s_seen, k_ring, v_ring)
+            s, ring = tiles(plan), rings(plan)
             table = WalkTable(entries, bounds, gap, stripe_blocks, num_bounds - 1)
 
             # Heads of a group are adjacent, so keys and values stay in L2; long tiles come first.
@@ -315,20 +309,17 @@ def build(variant: Variant):
             b = block // group // num_tiles // Hk
             h = head * group + block % group
             i0 = first_block_of(first_block, tile, d_bits, gap)
+            x = QueryTile(i0, tile * TILE, b, h, b * H + h, head)
 
             if T.get_thread_binding(1) < 2:
                 T.set_max_nreg(plan.role("rows").regs, 1)
-                rows(
-                    o, lse, out, s_q, q_full, steps, i0, tile * TILE, b * L + tile * TILE, b, h,
-                    gap, seqlen, scale2, first, finish, NamedBarrier(plan, "meet"),
-                    D, variant.dtype,
-                )  # fmt: skip
+                results, meet = Results(o, lse, out), NamedBarrier(plan, "meet")
+                rows(results, s, ring, meet, x, gap, seqlen, scale2, first, finish, variant)
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if T.get_thread_binding(0) < 32:
-                    load(
-                        q, k, values, k_columns, v_columns, table, d_bits, v_idx, visits,
-                        s_q, q_full, steps, i0, tile * TILE, b, h, b * H + h, head, seqlen, columns,
-                    )  # fmt: skip
+                    keys, gathered = (k, values), (k_columns, v_columns)
+                    mask = Mask(table, visits, d_bits, v_idx)
+                    load(q, keys, gathered, mask, s, ring, x, seqlen, columns)
 
     return fwd

@@ -15,6 +15,9 @@ the values of one step until it has met the keys of the next step that it sees, 
 must always be able to load those keys. To avoid deadlock, a warpgroup may skip at most (value slots
 - 2) consecutive steps. Then the loading warp marks a step as COLUMNS with an empty mask for it, so
 that the warpgroup processes that step and releases the slot it holds.
+
+The codes are in the tile `seen`, [slots of keys, 2, SEEN], and share the slots and barriers of
+keys.
 """
 
 from typing import Any, NamedTuple
@@ -23,22 +26,11 @@ import qla_kernels.tile.language as T
 from qla_kernels.sparse_ring.shapes import BLOCK, TILE, WORD
 from qla_kernels.tile.bounds import clamped
 from qla_kernels.tile.loops import rolled
-from qla_kernels.tile.ring import Ring
 
 HALVES = TILE // BLOCK  # of a query tile, a warpgroup each
 END, UNSEEN, WHOLE, TRIANGLE, COLUMNS = -1, 0, 1, 2, 3
 SEEN = 3  # words for a warpgroup and step: the code, and two words of column mask
 VISIT = 5  # batch row of slot 0 of the buffer, bucket, first block, end, local block of the first
-
-
-class Steps(NamedTuple):
-    """Slots of keys, of values, and of the codes, which share the slots and barriers of keys."""
-
-    s_k: Any  # [slots, 64, D]
-    s_v: Any
-    s_seen: Any  # int32 [slots of keys, 2, SEEN]
-    k: Ring
-    v: Ring
 
 
 class WalkTable(NamedTuple):
@@ -51,13 +43,42 @@ class WalkTable(NamedTuple):
     buckets: Any
 
 
+class Mask(NamedTuple):
+    """What the query tiles of all heads see: diagonals, in the visited chunks, and columns."""
+
+    table: WalkTable
+    visits: Any
+    d_bits: Any
+    v_idx: Any
+
+
+class Queries(NamedTuple):
+    """The queries of a rank, as a backward reads them."""
+
+    q: Any  # [B, rows, heads, D]
+    do: Any
+    lse2: Any  # [B, heads, rows]
+    delta: Any
+
+
+class QueryTile(NamedTuple):
+    """The query tile of a CTA: its first block and row, and its head, of queries and of keys."""
+
+    i0: Any
+    row0: Any
+    b: Any
+    h: Any
+    of_head: Any  # the head's row of the tables
+    kv_head: Any
+
+
 def first_block_of(first_block, tile, d_bits, gap):
     """Returns the first block of a tile, clamped so that d_bits has a bit for every distance."""
     return clamped(first_block[tile], 0, d_bits.shape[1] * WORD - 1 - gap)
 
 
 @T.macro
-def put(steps, walked, what, low, high, k, v, x, row, head):
+def put(s, ring, walked, what, low, high, k, v, x, row, head):
     """Loads one more step: 64 rows of k and v [x, row, head, D], and the codes of both warpgroups.
 
     In lanes 0 and 1 `what`, `low` and `high` are the code and mask of warpgroups 0 and 1, which
@@ -70,30 +91,31 @@ def put(steps, walked, what, low, high, k, v, x, row, head):
     walked[1] += 1
     if what != UNSEEN:
         walked[1] = 0
-    slot = steps.k.slot(i)
-    steps.k.acquire(i)
-    T.tma_copy(k[x, row : row + BLOCK, head, :], steps.s_k[slot, :, :], barrier=steps.k.barrier(i))
+    slot = ring.k.slot(i)
+    ring.k.acquire(i)
+    T.tma_copy(k[x, row : row + BLOCK, head, :], s.k[slot, :, :], barrier=ring.k.barrier(i))
     if half < 2:
-        steps.s_seen[slot, half, 0] = what
-        steps.s_seen[slot, half, 1] = low
-        steps.s_seen[slot, half, 2] = high
-        if walked[1] > steps.v.stages - 2:
-            steps.s_seen[slot, half, 0] = COLUMNS
+        s.seen[slot, half, 0] = what
+        s.seen[slot, half, 1] = low
+        s.seen[slot, half, 2] = high
+        if walked[1] > ring.v.stages - 2:
+            s.seen[slot, half, 0] = COLUMNS
             walked[1] = 0
-    steps.k.commit(i)
-    steps.v.acquire(i)
+    ring.k.commit(i)
+    ring.v.acquire(i)
     T.tma_copy(
         v[x, row : row + BLOCK, head, :],
-        steps.s_v[steps.v.slot(i), :, :],
-        barrier=steps.v.barrier(i),
+        s.v[ring.v.slot(i), :, :],
+        barrier=ring.v.barrier(i),
     )
-    steps.v.commit(i)
+    ring.v.commit(i)
     walked[0] = i + 1
 
 
 @T.macro
-def walk_slashes(steps, walked, table, visits, k, v, row_of_table, i0, b, head):
+def walk_slashes(s, ring, walked, mask, k, v, row_of_table, i0, b, head):
     """Makes a step of every block, in any visit, that the tile at block i0 sees by a diagonal."""
+    table, visits = mask.table, mask.visits
     lane = T.get_thread_binding() % 32
     half = lane % 2
     x, end, word, ahead, what, mine = (T.alloc_var("int32") for _ in range(6))
@@ -125,7 +147,7 @@ def walk_slashes(steps, walked, table, visits, k, v, row_of_table, i0, b, head):
                 what = UNSEEN
                 if ((entry >> half) & 1) == 1:
                     what = T.if_then_else(e + half * table.gap == 0, TRIANGLE, WHOLE)
-                put(steps, walked, what, 0, 0, k, v, row_of_k, (block0 + local) * BLOCK, head)
+                put(s, ring, walked, what, 0, 0, k, v, row_of_k, (block0 + local) * BLOCK, head)
             x += 32
 
 
@@ -143,8 +165,9 @@ def read_columns(v_idx, head, c, past, columns):
 
 
 @T.macro
-def walk_columns(steps, walked, v_idx, d_bits, k, v, row_of_table, i0, gap):
+def walk_columns(s, ring, walked, mask, k, v, row_of_table, i0):
     """Makes steps of the columns in blocks before the tile's that no slash covers, 64 a step."""
+    v_idx, d_bits, gap = mask.v_idx, mask.d_bits, mask.table.gap
     lane = T.get_thread_binding() % 32
     c, low, high = (T.alloc_var("int32") for _ in range(3))
     column = T.alloc_local((2,), "int32")
@@ -168,34 +191,34 @@ def walk_columns(steps, walked, v_idx, d_bits, k, v, row_of_table, i0, gap):
             low = T.if_then_else(lane % 2 == 0, keep[0], keep[2])
             high = T.if_then_else(lane % 2 == 0, keep[1], keep[3])
             what = T.if_then_else((low | high) != 0, COLUMNS, UNSEEN)
-            put(steps, walked, what, low, high, k, v, row_of_table, c, 0)
+            put(s, ring, walked, what, low, high, k, v, row_of_table, c, 0)
         c += BLOCK
 
 
 @T.macro
-def walk_end(steps, walked):
+def walk_end(s, ring, walked):
     lane = T.get_thread_binding() % 32
-    steps.k.acquire(walked[0])
+    ring.k.acquire(walked[0])
     if lane < 2:
-        steps.s_seen[steps.k.slot(walked[0]), lane, 0] = END
-    steps.k.commit(walked[0])
+        s.seen[ring.k.slot(walked[0]), lane, 0] = END
+    ring.k.commit(walked[0])
 
 
 @T.macro
-def advance(steps, at, w, seen):
+def advance(s, ring, at, w, seen):
     """Moves consumer w to the next step that it sees, or to END, and waits for the step's keys.
 
     at[0] becomes the step's number, and seen its code and mask. Steps in between are released.
     """
     at[0] += 1
-    steps.k.wait(at[0])
-    seen[0] = T.shfl_sync(steps.s_seen[steps.k.slot(at[0]), w, 0], 0)
+    ring.k.wait(at[0])
+    seen[0] = T.shfl_sync(s.seen[ring.k.slot(at[0]), w, 0], 0)
     while seen[0] == UNSEEN:
-        steps.k.release(at[0])
-        steps.v.wait(at[0])  # release only what has arrived, or phases would run ahead
-        steps.v.release(at[0])
+        ring.k.release(at[0])
+        ring.v.wait(at[0])  # release only what has arrived, or phases would run ahead
+        ring.v.release(at[0])
         at[0] += 1
-        steps.k.wait(at[0])
-        seen[0] = T.shfl_sync(steps.s_seen[steps.k.slot(at[0]), w, 0], 0)
-    seen[1] = steps.s_seen[steps.k.slot(at[0]), w, 1]
-    seen[2] = steps.s_seen[steps.k.slot(at[0]), w, 2]
+        ring.k.wait(at[0])
+        seen[0] = T.shfl_sync(s.seen[ring.k.slot(at[0]), w, 0], 0)
+    seen[1] = s.seen[ring.k.slot(at[0]), w, 1]
+    seen[2] = s.seen[ring.k.slot(at[0]), w, 2]
