@@ -48,24 +48,36 @@ PASS_CONFIGS = {
 }
 
 
+class Part(NamedTuple):
+    """What a CTA computes: rows of a unit, a batch row and key head, and a part of its keys."""
+
+    unit: Any
+    row0: Any
+    first: Any  # tile of keys
+    num_tiles: Any
+
+
 @T.macro
-def load(q, k, s_q, s_k, q_full, ring, unit, row0, b, head, first, num_tiles):
-    """Loads rows of q [units, rows, D] into s_q, once, then `num_tiles` tiles of k from `first`."""
-    rows, keys = s_q.shape[1], s_k.shape[1]
-    for n in T.unroll(s_q.shape[0]):
+def load(q, k, s, ring, part):
+    """Loads rows of q [units, rows, D], once, then `num_tiles` tiles of k from `first`."""
+    Hk = k.shape[2]
+    row0, b, head = part.row0, part.unit // Hk, part.unit % Hk
+    first, num_tiles = part.first, part.num_tiles
+    rows, keys = s.q.shape[1], s.k.shape[1]
+    for n in T.unroll(s.q.shape[0]):
         T.tma_copy(
-            q[unit, row0 + n * rows : row0 + (n + 1) * rows, :], s_q[n, :, :], barrier=q_full
+            q[part.unit, row0 + n * rows : row0 + (n + 1) * rows, :], s.q[n, :, :], barrier=ring.q
         )
     if T.shuffle_elect(32):
-        T.barrier_arrive(q_full)
+        T.barrier_arrive(ring.q)
     for i in rolled(num_tiles):
         key0 = (first + i) * keys
-        ring.acquire(i)
+        ring.k.acquire(i)
         T.tma_copy(
-            k[b, key0 : key0 + keys, head, :], s_k[ring.slot(i), :, :], barrier=ring.barrier(i)
+            k[b, key0 : key0 + keys, head, :], s.k[ring.k.slot(i), :, :], barrier=ring.k.barrier(i)
         )
         if T.shuffle_elect(32):
-            ring.commit(i)
+            ring.k.commit(i)
 
 
 def fold(r_s: Any, m: Any, l: Any, b0: Any, b1: Any, last: Any, scale2: Any) -> Any:

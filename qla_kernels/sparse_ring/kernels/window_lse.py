@@ -28,15 +28,17 @@ from qla_kernels.sparse_ring.kernels.window import (
     FLOOR,
     HEADS,
     LOADING,
+    Part,
     load,
 )
 from qla_kernels.sparse_ring.shapes import BLOCK
 from qla_kernels.tile import pin
 from qla_kernels.tile.constants import LN2, LOG2E
 from qla_kernels.tile.dependent import await_previous
-from qla_kernels.tile.language import make_full_bank_swizzled_layout
-from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.rings import rings
+from qla_kernels.tile.schedule import Role, Schedule, Tile
+from qla_kernels.tile.strided import strided
+from qla_kernels.tile.tiles import tiles
 
 LSE_KEYS = 128  # keys of a tile
 LSE_BLOCKS = LSE_KEYS // BLOCK
@@ -61,16 +63,18 @@ def schedule(variant: Variant) -> Schedule:
             ),
             *LOADING,
         ),
-        rings={"k": LSE_SLOTS},
-        smem_bytes=(CTA_ROWS + LSE_SLOTS * LSE_KEYS) * variant.D * 2
-        + 1024,  # Q, K; barriers and alignment
+        rings={"q": 1, "k": LSE_SLOTS},
+        tiles={
+            "q": Tile((HEADS, BLOCK, variant.D), variant.dtype, swizzled=True),
+            "k": Tile((LSE_SLOTS, LSE_KEYS, variant.D), variant.dtype, swizzled=True),
+        },
     )
 
 
 @T.macro
-def multiply(s_q, s_k, ring, head, i, r_s):
+def multiply(s, ring, head, i, r_s):
     T.wgmma_gemm(  # 2
-        s_q[head, :, :], s_k[ring.slot(i), :, :], r_s, transpose_B=True, clear_accum=True
+        s.q[head, :, :], s.k[ring.k.slot(i), :, :], r_s, transpose_B=True, clear_accum=True
     )
 
 
@@ -87,10 +91,9 @@ def put(lse, m, l, part, unit, row0, num_rows, scale2):
 
 
 @T.macro
-def rows(
-    block, lse, s_q, s_k, q_full, ring,
-    part, unit, row0, first, num_tiles, last, scale2, num_rows,
-):  # fmt: skip
+def rows(block, lse, s, ring, part, x, last, scale):
+    unit, row0, first, num_tiles = x
+    scale2, num_rows = scale * LOG2E, lse.shape[2]
     r_s0 = T.alloc_fragment((BLOCK, LSE_KEYS), "float32")
     r_s1 = T.alloc_fragment((BLOCK, LSE_KEYS), "float32")
     m0, m1 = T.alloc_local((2,), "float32"), T.alloc_local((2,), "float32")
@@ -106,21 +109,21 @@ def rows(
         l1[h] = 0
     b0 = block[first * LSE_BLOCKS]
     b1 = block[first * LSE_BLOCKS + 1]
-    T.barrier_wait(q_full, 0)
-    ring.wait(0)
-    multiply(s_q, s_k, ring, w, 0, r_s0)
+    T.barrier_wait(ring.q, 0)
+    ring.k.wait(0)
+    multiply(s, ring, w, 0, r_s0)
     for i in T.serial(num_tiles):
         following = T.min(i + 1, num_tiles - 1)
         next_b0 = block[(first + following) * LSE_BLOCKS]  # arrives meanwhile
         next_b1 = block[(first + following) * LSE_BLOCKS + 1]
         T.wait_wgmma(0)
-        multiply(s_q, s_k, ring, LSE_WARPGROUPS + w, i, r_s1)
+        multiply(s, ring, LSE_WARPGROUPS + w, i, r_s1)
         window.fold(r_s0, m0, l0, b0, b1, last, scale2)  # 3, 4
         pin.pin(l0[0] + l0[1])
-        ring.wait(following)
+        ring.k.wait(following)
         T.wait_wgmma(0)
-        ring.release(i)
-        multiply(s_q, s_k, ring, w, following, r_s0)
+        ring.k.release(i)
+        multiply(s, ring, w, following, r_s0)
         window.fold(r_s1, m1, l1, b0, b1, last, scale2)
         pin.pin(l1[0] + l1[1])
         b0 = next_b0
@@ -134,12 +137,11 @@ def build(variant: Variant):
     plan = schedule(variant)
     B, L, Hk, num_rows, parts = T.dynamic("B, L, Hk, num_rows, parts")
     units, blocks = T.dynamic("units, blocks")
-    k_batch, k_token, k_head = T.dynamic("k_batch, k_token, k_head")
 
     @T.prim_func
     def window_lse(
         q: T.Tensor((units, num_rows, variant.D), variant.dtype),
-        k: T.StridedTensor((B, L, Hk, variant.D), (k_batch, k_token, k_head, 1), variant.dtype),
+        k: strided("k", "batch token head", (B, L, Hk, variant.D), variant.dtype),
         block: T.Tensor((blocks,), "int32"),
         lse: T.Tensor((parts, units, num_rows), "float32"),
         last: T.int32,
@@ -151,32 +153,21 @@ def build(variant: Variant):
             part,
         ):
             T.import_source(window.SOURCE + pin.SOURCE)
-            s_q = T.alloc_shared((HEADS, BLOCK, variant.D), variant.dtype)
-            s_k = T.alloc_shared((LSE_SLOTS, LSE_KEYS, variant.D), variant.dtype)
-            T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in (s_q, s_k)})
-            q_full = T.alloc_barrier([plan.arrivals("q_full")])
-            k_full = T.alloc_barrier([plan.arrivals("k_full")] * LSE_SLOTS)
-            k_free = T.alloc_barrier([plan.arrivals("k_free")] * LSE_SLOTS)
-            ring = Ring(k_full, k_free, LSE_SLOTS)
+            s, ring = tiles(plan), rings(plan)
             first, num_tiles = T.alloc_var("int32"), T.alloc_var("int32")
             row0 = T.alloc_var("int32")
             first = L // LSE_KEYS * part // parts
             num_tiles = L // LSE_KEYS * (part + 1) // parts - first
             row0 = tile * CTA_ROWS
+            x = Part(unit, row0, first, num_tiles)
 
             await_previous()
             if T.get_thread_binding(1) < LSE_WARPGROUPS:
                 T.set_max_nreg(plan.role("rows").regs, 1)
-                rows(
-                    block, lse, s_q, s_k, q_full, ring,
-                    part, unit, row0, first, num_tiles, last, scale * LOG2E, num_rows,
-                )  # fmt: skip
+                rows(block, lse, s, ring, part, x, last, scale)
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if T.get_thread_binding(0) < 32:
-                    load(
-                        q, k, s_q, s_k, q_full, ring,
-                        unit, row0, unit // Hk, unit % Hk, first, num_tiles,
-                    )  # fmt: skip
+                    load(q, k, s, ring, x)
 
     return window_lse

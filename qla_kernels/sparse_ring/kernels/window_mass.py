@@ -28,16 +28,18 @@ from qla_kernels.sparse_ring.kernels.window import (
     FLOOR,
     HEADS,
     LOADING,
+    Part,
     load,
 )
 from qla_kernels.sparse_ring.shapes import BLOCK
 from qla_kernels.tile.constants import LOG2E
 from qla_kernels.tile.dependent import await_previous
-from qla_kernels.tile.language import make_full_bank_swizzled_layout
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.named_barriers import NamedBarrier
-from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Role, Schedule
+from qla_kernels.tile.rings import rings
+from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Role, Schedule, Tile
+from qla_kernels.tile.strided import strided
+from qla_kernels.tile.tiles import tiles
 
 MASS_WARPGROUPS = 3  # warpgroups, with a block of keys each
 MASS_KEYS = MASS_WARPGROUPS * BLOCK  # keys of a tile
@@ -63,10 +65,13 @@ def schedule(variant: Variant) -> Schedule:
             ),
             *LOADING,
         ),
-        rings={"k": MASS_SLOTS, "turn": MASS_WARPGROUPS},
+        rings={"q": 1, "k": MASS_SLOTS, "turn": MASS_WARPGROUPS},
         named={"lse_ready": Named(MASS_WARPGROUPS * WARPGROUP_THREADS)},
-        # Q, K; LSE; barriers and alignment
-        smem_bytes=(CTA_ROWS + MASS_SLOTS * MASS_KEYS) * variant.D * 2 + CTA_ROWS * 4 + 1024,
+        tiles={
+            "q": Tile((HEADS // 2, PAIR, variant.D), variant.dtype, swizzled=True),
+            "k": Tile((MASS_SLOTS, MASS_KEYS, variant.D), variant.dtype, swizzled=True),
+            "lse": Tile((CTA_ROWS,), "float32"),
+        },
     )
 
 
@@ -99,17 +104,17 @@ def add_parts(lse, s_lse, unit, row0, row, num_rows, num_parts):
 
 
 @T.macro
-def multiply(s_q, s_k, ring, turn, w, i, pair, step, r_s):
+def multiply(s, ring, w, i, pair, step, r_s):
     """Starts a product; the warpgroups do so in turn, one after the other."""
-    T.barrier_wait(turn[w], (step + T.cast(w == 0, "int32")) % 2)  # the first turn does not wait
+    T.barrier_wait(ring.turn[w], (step + T.cast(w == 0, "int32")) % 2)  # not before the first turn
     T.wgmma_gemm(  # 3
-        s_k[ring.slot(i), w * BLOCK : (w + 1) * BLOCK, :],
-        s_q[pair, :, :],
+        s.k[ring.k.slot(i), w * BLOCK : (w + 1) * BLOCK, :],
+        s.q[pair, :, :],
         r_s,
         transpose_B=True,
         clear_accum=True,
     )
-    T.barrier_arrive(turn[(w + 1) % MASS_WARPGROUPS])
+    T.barrier_arrive(ring.turn[(w + 1) % MASS_WARPGROUPS])
 
 
 @T.macro
@@ -123,10 +128,9 @@ def put(mass, of_key, key0, unit, head0, share):
 
 
 @T.macro
-def keys(
-    lse, block, mass, s_q, s_k, s_lse, lse_ready, q_full, ring, turn,
-    unit, row0, first, num_tiles, last, scale2, share, num_rows, num_parts,
-):  # fmt: skip
+def keys(lse, block, mass, s, ring, lse_ready, x, last, scale, share):
+    unit, row0, first, num_tiles = x
+    scale2, num_parts, num_rows = scale * LOG2E, lse.shape[0], lse.shape[2]
     r_s0 = T.alloc_fragment((BLOCK, PAIR), "float32")
     r_s1 = T.alloc_fragment((BLOCK, PAIR), "float32")
     of_key = T.alloc_var("float32")
@@ -135,15 +139,15 @@ def keys(
     w, head0, end = T.alloc_var("int32"), row0 // BLOCK, block.shape[0] - 1
     w = T.shfl_sync(T.get_thread_binding(1), 0)  # for ptxas: one value in the warp
     add_parts(
-        lse, s_lse, unit, row0, w * WARPGROUP_THREADS + T.get_thread_binding(0), num_rows, num_parts
+        lse, s.lse, unit, row0, w * WARPGROUP_THREADS + T.get_thread_binding(0), num_rows, num_parts
     )
     lse_ready.sync()
     two = T.cast(num_rows - row0 > PAIR, "int32")  # pairs of heads, less one
     next_b0 = block[T.min(first * MASS_WARPGROUPS + w, end)]
     next_b1 = block[T.min((first + T.min(1 >> two, num_tiles - 1)) * MASS_WARPGROUPS + w, end)]
-    T.barrier_wait(q_full, 0)
-    ring.wait(0)
-    multiply(s_q, s_k, ring, turn, w, 0, 0, 0, r_s0)
+    T.barrier_wait(ring.q, 0)
+    ring.k.wait(0)
+    multiply(s, ring, w, 0, 0, 0, r_s0)
     for n in T.serial(T.ceildiv(num_tiles << two, 2)):
         tile0 = 2 * n >> two
         tile1 = T.min((2 * n + 1) >> two, num_tiles - 1)  # an odd count: the last tile, twice
@@ -153,18 +157,18 @@ def keys(
         next_b0 = block[T.min((first + following) * MASS_WARPGROUPS + w, end)]  # arrive meanwhile
         ahead = T.min((2 * n + 3) >> two, num_tiles - 1)
         next_b1 = block[T.min((first + ahead) * MASS_WARPGROUPS + w, end)]
-        ring.wait(tile1)
+        ring.k.wait(tile1)
         T.wait_wgmma(0)
         if two == 0:
-            ring.release(tile0)
-        multiply(s_q, s_k, ring, turn, w, tile1, two, 2 * n + 1, r_s1)
-        of_key = window.weigh(r_s0, T.address_of(s_lse[0]), b0, last, scale2)  # 4, 5
+            ring.k.release(tile0)
+        multiply(s, ring, w, tile1, two, 2 * n + 1, r_s1)
+        of_key = window.weigh(r_s0, T.address_of(s.lse[0]), b0, last, scale2)  # 4, 5
         put(mass, of_key, ((first + tile0) * MASS_WARPGROUPS + w) * BLOCK, unit, head0, share)
-        ring.wait(following)
+        ring.k.wait(following)
         T.wait_wgmma(0)
-        ring.release(tile1)
-        multiply(s_q, s_k, ring, turn, w, following, 0, 2 * n + 2, r_s0)
-        of_key = window.weigh(r_s1, T.address_of(s_lse[two * PAIR]), b1, last, scale2)
+        ring.k.release(tile1)
+        multiply(s, ring, w, following, 0, 2 * n + 2, r_s0)
+        of_key = window.weigh(r_s1, T.address_of(s.lse[two * PAIR]), b1, last, scale2)
         put(
             mass,
             of_key,
@@ -180,12 +184,11 @@ def build(variant: Variant):
     plan = schedule(variant)
     B, L, Hk, num_rows, group = T.dynamic("B, L, Hk, num_rows, group")
     units, blocks, num_parts = T.dynamic("units, blocks, num_parts")
-    k_batch, k_token, k_head = T.dynamic("k_batch, k_token, k_head")
 
     @T.prim_func
     def window_mass(
         q: T.Tensor((units, num_rows, variant.D), variant.dtype),
-        k: T.StridedTensor((B, L, Hk, variant.D), (k_batch, k_token, k_head, 1), variant.dtype),
+        k: strided("k", "batch token head", (B, L, Hk, variant.D), variant.dtype),
         block: T.Tensor((blocks,), "int32"),
         lse: T.Tensor((num_parts, units, num_rows), "float32"),
         mass: T.Tensor((units, group, L), "int32"),
@@ -200,35 +203,22 @@ def build(variant: Variant):
             part,
         ):
             T.import_source(window.SOURCE)
-            s_q = T.alloc_shared((HEADS // 2, PAIR, variant.D), variant.dtype)
-            s_k = T.alloc_shared((MASS_SLOTS, MASS_KEYS, variant.D), variant.dtype)
-            s_lse = T.alloc_shared((CTA_ROWS,), "float32")
-            T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in (s_q, s_k)})
-            q_full = T.alloc_barrier([plan.arrivals("q_full")])
-            k_full = T.alloc_barrier([plan.arrivals("k_full")] * MASS_SLOTS)
-            k_free = T.alloc_barrier([plan.arrivals("k_free")] * MASS_SLOTS)
-            turn_free = T.alloc_barrier([plan.arrivals("turn_free")] * MASS_WARPGROUPS)
-            ring = Ring(k_full, k_free, MASS_SLOTS)
+            s, ring = tiles(plan), rings(plan)
             lse_ready = NamedBarrier(plan, "lse_ready")
             first, num_tiles = T.alloc_var("int32"), T.alloc_var("int32")
             row0 = T.alloc_var("int32")
             first = T.ceildiv(L, MASS_KEYS) * part // parts
             num_tiles = T.ceildiv(L, MASS_KEYS) * (part + 1) // parts - first
             row0 = tile * CTA_ROWS
+            x = Part(unit, row0, first, num_tiles)
 
             await_previous()
             if T.get_thread_binding(1) < MASS_WARPGROUPS:
                 T.set_max_nreg(plan.role("keys").regs, 1)
-                keys(
-                    lse, block, mass, s_q, s_k, s_lse, lse_ready, q_full, ring, turn_free,
-                    unit, row0, first, num_tiles, last, scale * LOG2E, share, num_rows, num_parts,
-                )  # fmt: skip
+                keys(lse, block, mass, s, ring, lse_ready, x, last, scale, share)
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if T.get_thread_binding(0) < 32:
-                    load(
-                        q, k, s_q, s_k, q_full, ring,
-                        unit, row0, unit // Hk, unit % Hk, first, num_tiles,
-                    )  # fmt: skip
+                    load(q, k, s, ring, x)
 
     return window_mass
