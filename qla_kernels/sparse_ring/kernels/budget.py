@@ -12,12 +12,18 @@ from typing import Any, NamedTuple, Protocol
 import qla_kernels.tile.language as T
 from qla_kernels.sparse_ring.shapes import WORD
 from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.schedule import Tile
 
 BUDGET_THREADS = 1024
 BUDGET_WARPS = BUDGET_THREADS // 32
 HELD = 8  # keys that a thread keeps in registers
 BITS = 31  # bits of a mass, and of a number; a key is FORCED_KEY or 0, the mass, the negated number
 FORCED_KEY = 1 << (2 * BITS)
+
+TILES = {  # of a kernel that uses block_scan and fewest
+    "part": Tile((BUDGET_WARPS,), "int32"),
+    "sum": Tile((2, 2, BUDGET_WARPS), "int32"),
+}
 
 
 def key_of(mass: Any, number: Any, forced: Any) -> Any:

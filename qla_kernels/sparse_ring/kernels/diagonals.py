@@ -20,7 +20,8 @@ from typing import NamedTuple
 import qla_kernels.tile.language as T
 from qla_kernels.sparse_ring.shapes import WORD
 from qla_kernels.tile.loops import rolled
-from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.schedule import Role, Schedule, Tile
+from qla_kernels.tile.tiles import tiles
 
 DIAGONAL_WARPS = 16
 DIAGONAL_THREADS = DIAGONAL_WARPS * 32
@@ -38,7 +39,7 @@ PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}  # indices are guarded 
 def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(Role("table", warps=DIAGONAL_WARPS, regs=64, computes="entries, bounds"),),
-        smem_bytes=DIAGONAL_WARPS * 4,
+        tiles={"sum": Tile((DIAGONAL_WARPS,), "int32")},
     )
 
 
@@ -63,7 +64,7 @@ def build(variant: Variant):
         stripe_blocks: T.int32,
     ):
         with T.Kernel(heads, threads=plan.threads) as head:
-            s_sum = T.alloc_shared((DIAGONAL_WARPS,), "int32")
+            s = tiles(plan)
             b0, b1 = T.alloc_local((1,), "int32"), T.alloc_local((1,), "int32")
             e, total, kept, before, all_before = (T.alloc_var("int32") for _ in range(5))
             thread = T.get_thread_binding()
@@ -90,13 +91,13 @@ def build(variant: Variant):
                     if lane >= 1 << d:
                         total += below
                 if lane == 31:
-                    s_sum[warp] = total
+                    s.sum[warp] = total
                 T.sync_threads()
                 before = all_before
                 for w in T.serial(DIAGONAL_WARPS):
                     if w < warp:
-                        before += s_sum[w]
-                    all_before += s_sum[w]
+                        before += s.sum[w]
+                    all_before += s.sum[w]
                 before += total - kept
                 if kept != 0:
                     entries[head, before] = (e + gap) << 2 | b1[0] << 1 | b0[0]

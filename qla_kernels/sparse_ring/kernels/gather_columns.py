@@ -19,6 +19,7 @@ from qla_kernels.sparse_ring.shapes import BLOCK
 from qla_kernels.tile.bounds import clamped
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.strided import strided
 
 COPY_WARPS = 8
 CTA_COLUMNS = 64  # columns of a CTA
@@ -43,13 +44,11 @@ def build(variant: Variant):
     plan = schedule(variant)
     slots, chunk, Hk, words, num_visits = T.dynamic("slots, chunk, Hk, words, num_visits")
     B, H, num_columns = T.dynamic("B, H, num_columns")
-    k_b, k_l, k_h = T.dynamic("k_b, k_l, k_h")
-    v_b, v_l, v_h = T.dynamic("v_b, v_l, v_h")
 
     @T.prim_func
     def gather_columns(
-        k: T.StridedTensor((slots, chunk, Hk, words), (k_b, k_l, k_h, 1), variant.dtype),
-        v: T.StridedTensor((slots, chunk, Hk, words), (v_b, v_l, v_h, 1), variant.dtype),
+        k: strided("k", "b l h", (slots, chunk, Hk, words), variant.dtype),
+        v: strided("v", "b l h", (slots, chunk, Hk, words), variant.dtype),
         v_idx: T.Tensor((B, H, num_columns), "int32"),
         visits: T.Tensor((num_visits, VISIT), "int32"),
         k_columns: T.Tensor((B, H, num_columns, words), variant.dtype),

@@ -20,6 +20,7 @@ import qla_kernels.tile.language as T
 from qla_kernels.sparse_ring.kernels.budget import (
     BUDGET_THREADS,
     BUDGET_WARPS,
+    TILES,
     Verticals,
     block_scan,
     fewest,
@@ -29,6 +30,7 @@ from qla_kernels.sparse_ring.shapes import BLOCK
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.tiles import tiles
 
 BEYOND_ALL_MASS = (1 << 31) - 1  # a target that is never reached: more than the sum of all masses
 
@@ -48,7 +50,7 @@ PASS_CONFIGS = {
 def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(Role("columns", warps=BUDGET_WARPS, regs=64, computes="which columns are kept"),),
-        smem_bytes=(1 + 2 * 2) * BUDGET_WARPS * 4,
+        tiles=TILES,
     )
 
 
@@ -69,8 +71,7 @@ def build(variant: Variant):
         end: T.int32,
     ):
         with T.Kernel(heads, threads=plan.threads) as head:
-            s_part = T.alloc_shared((BUDGET_WARPS,), "int32")
-            s_sum = T.alloc_shared((2, 2, BUDGET_WARPS), "int32")
+            s = tiles(plan)
             sums = T.alloc_local((2,), "int32")  # of threads before, and of all
             num_found = T.alloc_local((1,), "int32")
             level = T.alloc_local((1,), "int64")
@@ -79,7 +80,7 @@ def build(variant: Variant):
             lane, warp = thread % 32, thread // 32
             found = Verticals(found_column, found_mass, head, sink, end)
             await_previous()
-            in_order(marks, head, words, found_column, num_found, s_part, thread)  # 1
+            in_order(marks, head, words, found_column, num_found, s.part, thread)  # 1
             T.sync_threads()  # what other threads found is read from here on
             for i in rolled(T.ceildiv(num_found[0], BUDGET_THREADS)):
                 at = i * BUDGET_THREADS + thread
@@ -89,14 +90,14 @@ def build(variant: Variant):
                     found_column[head, at] = block[x // BLOCK] * BLOCK + x % BLOCK
             level[0] = 0
             if num_found[0] > room:  # 2: a thread reads what it wrote itself, so no barrier
-                fewest(level, found, num_found[0], BEYOND_ALL_MASS, room, s_sum, thread)
+                fewest(level, found, num_found[0], BEYOND_ALL_MASS, room, s.sum, thread)
             num_kept = 0
             for i in rolled(T.ceildiv(num_found[0], BUDGET_THREADS)):  # 3
                 at = i * BUDGET_THREADS + thread
                 count = 0
                 if at < num_found[0]:
                     count = T.cast(found.key(at) >= level[0], "int32")
-                block_scan(count, sums, s_part, lane, warp)
+                block_scan(count, sums, s.part, lane, warp)
                 if (count == 1) & (num_kept + sums[0] < room):  # false only if a key occurs twice
                     column[head, num_kept + sums[0]] = found_column[head, at]
                     kept[head, num_kept + sums[0]] = found_mass[head, at]

@@ -43,7 +43,8 @@ def schedule(variant: Variant) -> Schedule:
 
 
 @T.macro
-def rows(dk, dv, v_idx, dkv, chunk, b, kv_head, row0, block, gap, group, D):
+def rows(dk, dv, v_idx, dkv, chunk, b, kv_head, row0, block, gap, group):
+    D = dkv.shape[5]
     thread = T.get_thread_binding()
     lane, first = thread % 32, thread // 32 * WARP_ROWS
     low, high, middle, token, end = (T.alloc_var("int32") for _ in range(5))
@@ -106,6 +107,6 @@ def build(variant: Variant):
             T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
             chunk, tile = at // num_tiles, at % num_tiles
             row0, block = tile * TILE, first_block[chunk, tile]
-            rows(dk, dv, v_idx, dkv, chunk, b, kv_head, row0, block, gap, group, D)
+            rows(dk, dv, v_idx, dkv, chunk, b, kv_head, row0, block, gap, group)
 
     return scatter

@@ -24,6 +24,7 @@ import qla_kernels.tile.language as T
 from qla_kernels.sparse_ring.kernels.budget import (
     BUDGET_THREADS,
     BUDGET_WARPS,
+    TILES,
     Verticals,
     block_scan,
     fewest,
@@ -34,6 +35,7 @@ from qla_kernels.sparse_ring.shapes import BLOCK, SHARE, WORD
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.tiles import tiles
 
 
 class Variant(NamedTuple):
@@ -51,7 +53,7 @@ PASS_CONFIGS = {
 def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(Role("lines", warps=BUDGET_WARPS, regs=64, computes="V, D"),),
-        smem_bytes=(1 + 2 * 2) * BUDGET_WARPS * 4,
+        tiles=TILES,
     )
 
 
@@ -109,8 +111,7 @@ def build(variant: Variant):
         gap: T.int32,
     ):
         with T.Kernel(heads, threads=plan.threads) as head:
-            s_part = T.alloc_shared((BUDGET_WARPS,), "int32")
-            s_sum = T.alloc_shared((2, 2, BUDGET_WARPS), "int32")
+            s = tiles(plan)
             sums = T.alloc_local((2,), "int32")  # of threads before, and of all
             level = T.alloc_local((1,), "int64")
             total, held, count, word = (T.alloc_var("int32") for _ in range(4))
@@ -131,9 +132,9 @@ def build(variant: Variant):
                     of_columns[head, b] = 0
                     marks[head, 2 * b] = 0
                     marks[head, 2 * b + 1] = 0
-            block_scan(count, sums, s_part, lane, warp)
+            block_scan(count, sums, s.part, lane, warp)
             total = sums[1]
-            fewest(level, columns, num, need(total, share_v), max_v, s_sum, thread)  # 2
+            fewest(level, columns, num, need(total, share_v), max_v, s.sum, thread)  # 2
             held = 0
             for i in rolled(T.ceildiv(num, BUDGET_THREADS)):
                 at = i * BUDGET_THREADS + thread
@@ -143,9 +144,9 @@ def build(variant: Variant):
                         T.atomic_add(marks[head, c // WORD], T.int32(1) << c % WORD)
                         T.atomic_add(of_columns[head, c // BLOCK], mass[head, at])
                         held += mass[head, at]
-            block_scan(held, sums, s_part, lane, warp)
+            block_scan(held, sums, s.part, lane, warp)
             held = T.if_then_else(residual != 0, sums[1], 0)
-            in_order(marks, head, column_words, v_idx, place, s_part, thread)  # 3
+            in_order(marks, head, column_words, v_idx, place, s.part, thread)  # 3
             if thread == 0:
                 v_cnt[head] = place[0]
             for i in rolled(T.ceildiv(capacity, BUDGET_THREADS)):
@@ -153,7 +154,7 @@ def build(variant: Variant):
                 if (at >= place[0]) & (at < capacity):
                     v_idx[head, at] = end
             fewest(  # 4
-                level, slashes, blocks, need(total, share_s) - held, max_s, s_sum, thread
+                level, slashes, blocks, need(total, share_s) - held, max_s, s.sum, thread
             )
             for i in rolled(T.ceildiv(blocks, BUDGET_THREADS)):
                 d = i * BUDGET_THREADS + thread
@@ -185,7 +186,7 @@ def build(variant: Variant):
                 word = T.cast(T.ballot(count), "int32")
                 if (lane == 0) & (d // WORD < words):
                     d_bits[head, d // WORD] = word
-            block_scan(held, sums, s_part, lane, warp)
+            block_scan(held, sums, s.part, lane, warp)
             if thread == 0:
                 recall[head] = T.cast(
                     T.cast(sums[1], "float64") / T.cast(T.max(total, 1), "float64"), "float32"
