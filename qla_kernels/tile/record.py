@@ -25,15 +25,17 @@ class Variables:
         self._buffers = {name: named(name, T.alloc_var(dtype)) for name in names.split()}
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
+        if name.startswith("_") or name not in self._buffers:
+            raise AttributeError(f"no variable {name!r}")
         return self._buffers[name][0]
 
     def __getitem__(self, name: str) -> Any:
         return self._buffers[name][0]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        T.buffer_store(self._buffers[name], value, 0)
+        from tvm.script.ir_builder.tirx import buffer_store
+
+        buffer_store(self._buffers[name], value, 0)
 
 
 def named(name: str, value: Any) -> Any:

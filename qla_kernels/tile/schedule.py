@@ -79,6 +79,21 @@ class Role:
             yield (signal, self.threads) if isinstance(signal, str) else signal
 
 
+def full(*data: str) -> tuple[str, ...]:
+    """Returns the names of the barriers by which consumers learn that slots are filled."""
+    return tuple(f"{name}_full" for name in data)
+
+
+def free(*data: str) -> tuple[str, ...]:
+    """Returns the names of the barriers by which producers learn that slots are free."""
+    return tuple(f"{name}_free" for name in data)
+
+
+def each(signals: tuple[str, ...], threads: int) -> tuple[Signal, ...]:
+    """Returns signals that so many threads of a role send."""
+    return tuple((name, threads) for name in signals)
+
+
 class Named(NamedTuple):
     """A named barrier: the threads that meet at it, and its copies, each with an id of its own.
 
