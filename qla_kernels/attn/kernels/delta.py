@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import qla_kernels.tile.language as T
 from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.strided import strided
 
 PIECE = 8  # elements of 16 bits in a 16-byte access
 SPAN = 64  # elements of a row that its threads cover at a time
@@ -114,19 +115,17 @@ def build(variant: Variant):
     plan = schedule(variant)
     block_rows = plan.threads // ROW_THREADS
     batch, num_tokens, num_heads, num_spans = T.dynamic("batch, num_tokens, num_heads, num_spans")
-    num_padded, o_batch, o_token, o_head = T.dynamic("num_padded, o_batch, o_token, o_head")
-    do_batch, do_token, do_head = T.dynamic("do_batch, do_token, do_head")
-    lse_batch, lse_head, lse_token = T.dynamic("lse_batch, lse_head, lse_token")
-    dlse_batch, dlse_head, dlse_token = T.dynamic("dlse_batch, dlse_head, dlse_token")
+    num_padded = T.dynamic("num_padded")
     row_shape = (batch, num_tokens, num_heads, num_spans, SPAN)
-    lse_shape = (batch, num_heads, num_tokens)
+    row_axes = f"batch token head {SPAN}"
+    lse_shape, lse_axes = (batch, num_heads, num_tokens), "batch head token"
 
     @T.prim_func
     def delta(
-        o: T.StridedTensor(row_shape, (o_batch, o_token, o_head, SPAN, 1), variant.dtype),
-        do: T.StridedTensor(row_shape, (do_batch, do_token, do_head, SPAN, 1), variant.dtype),
-        lse: T.StridedTensor(lse_shape, (lse_batch, lse_head, lse_token), "float32"),
-        dlse: T.StridedTensor(lse_shape, (dlse_batch, dlse_head, dlse_token), "float32"),
+        o: strided("o", row_axes, row_shape, variant.dtype),
+        do: strided("do", row_axes, row_shape, variant.dtype),
+        lse: strided("lse", lse_axes, lse_shape, "float32"),
+        dlse: strided("dlse", lse_axes, lse_shape, "float32"),
         stats: T.Tensor((batch, num_heads, 2, num_padded), "float32"),
         lse_factor: T.float32,  # log2(e) if lse is natural, 1 if it is in base 2
         with_dlse: T.int32,  # 0: dlse is not read
