@@ -164,9 +164,7 @@ def schedule(variant: Variant) -> Schedule:
             out if in_memory else Role("spare", warps=1, regs=40, computes="fills the warpgroup"),
         ),
         rings=slots,
-        named={
-            "turn": Named(2 * WARPGROUP_THREADS, copies=2)
-        },  # of the warpgroups on the tensor cores
+        named={"turn": Named(2 * WARPGROUP_THREADS, copies=2)},  # on the tensor cores
         tiles=shared,
     )
 
@@ -196,15 +194,9 @@ def mma(variant, span, o, lse2, s, ring, clean, turn, tile_log2, q_shift, scale2
     r_p = T.alloc_fragment((64, tile), variant.dtype)
     r_o = T.alloc_fragment((64, variant.D), "float32")
     r_o16 = T.alloc_fragment((64, variant.D), variant.dtype)
-    m = T.alloc_local((2,), "float32")
-    l = T.alloc_local((2,), "float32")
-    a = T.alloc_local((2,), "float32")
-    first_m = T.alloc_local((2,), "float32")
-    first_l = T.alloc_local((2,), "float32")
-    i, j, c = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-    token, rows, slot = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-    diagonal, span0 = T.alloc_var("int32"), T.alloc_var("int32")
-    masked, tiles, next_slot = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    m, l, a, first_m, first_l = (T.alloc_local((2,), "float32") for _ in range(5))
+    i, j, c, token, rows, slot = (T.alloc_var("int32") for _ in range(6))
+    diagonal, span0, masked, tiles, next_slot = (T.alloc_var("int32") for _ in range(5))
     if crosses(tile):
         keys, later = T.alloc_var("int32"), T.alloc_var("int32")
     if not in_memory:

@@ -177,13 +177,10 @@ def fetch_q(q, s_halves, q_ring, tok0, slot, j, tile_log2, half):
 
 @T.macro
 def load(k, v, span, s, ring, tile_log2, group):
-    i, j = T.alloc_var("int32"), T.alloc_var("int32")  # tiles and items so far
-    slot, head = T.alloc_var("int32"), T.alloc_var("int32")
-    node, own_tiles = T.alloc_var("int32"), T.alloc_var("int32")
     tile, work = keys_of(s.k), ring.work
-    stop, full = T.alloc_var("int32"), T.alloc_var("int32")
-    span0, spans, partials = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-    i = 0
+    i, j, slot, head, node, own_tiles = (T.alloc_var("int32") for _ in range(6))
+    stop, full, span0, spans, partials = (T.alloc_var("int32") for _ in range(5))
+    i = 0  # tiles and items so far
     j = 0
     work.wait(0)
     slot = s.work[0, HEAD_SLOT]
@@ -249,10 +246,8 @@ def fetch(k, v, s, ring, head, i, key0):
 
 @T.macro
 def scrub(span, s, ring, clean):
-    i, j, c = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-    keys, span0 = T.alloc_var("int32"), T.alloc_var("int32")
-    masked, tiles = T.alloc_var("int32"), T.alloc_var("int32")
     tile, work = keys_of(s.v), ring.work
+    i, j, c, keys, span0, masked, tiles = (T.alloc_var("int32") for _ in range(7))
     i = 0
     j = 0
     c = 0

@@ -71,9 +71,8 @@ def put_lse2(lse2, r_lse2, w, token, rows, slot, tile_log2):
 
 @T.macro
 def store(o, s, ring, tile_log2, q_shift):
-    j = T.alloc_var("int32")
-    token, rows, slot = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
     work = ring.work
+    j, token, rows, slot = (T.alloc_var("int32") for _ in range(4))
     j = 0
     work.wait(0)
     slot = s.work[0, HEAD_SLOT]

@@ -232,8 +232,7 @@ def build(variant: Variant):
             table = WalkTable(entries, bounds, gap, stripe_blocks, num_bounds - 1)
 
             # Heads of a group are adjacent, so keys and values stay in L2; long tiles come first.
-            group, kv_head, tile = (T.alloc_var("int32") for _ in range(3))
-            b, h, i0 = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            group, kv_head, tile, b, h, i0 = (T.alloc_var("int32") for _ in range(6))
             group = H // Hk
             tile = num_tiles - 1 - block // group % num_tiles
             kv_head = block // group // num_tiles % Hk

@@ -231,10 +231,7 @@ def rows(results, s, ring, meet, x, gap, seqlen, scale2, first, finish, variant)
     r_o = T.alloc_fragment((BLOCK, D), "float32")
     r_old = T.alloc_fragment((BLOCK, D), "float32")
     r_o16 = T.alloc_fragment((BLOCK, D), dtype)
-    m = T.alloc_local((2,), "float32")
-    l = T.alloc_local((2,), "float32")
-    now = T.alloc_local((2,), "float32")  # LSE, then a weight
-    old = T.alloc_local((2,), "float32")
+    m, l, now, old = (T.alloc_local((2,), "float32") for _ in range(4))  # now: LSE, then a weight
     met = T.alloc_local((1,), "int32")
     w, above = T.alloc_var("int32"), T.alloc_var("int32")
     w = T.shfl_sync(T.get_thread_binding(1), 0)  # for ptxas: one value in the warp
@@ -301,8 +298,7 @@ def build(variant: Variant):
             table = WalkTable(entries, bounds, gap, stripe_blocks, num_bounds - 1)
 
             # Heads of a group are adjacent, so keys and values stay in L2; long tiles come first.
-            group, head, tile = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-            b, h, i0 = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            group, head, tile, b, h, i0 = (T.alloc_var("int32") for _ in range(6))
             group = H // Hk
             tile = num_tiles - 1 - block // group % num_tiles
             head = block // group // num_tiles % Hk

@@ -96,8 +96,7 @@ def rows(block, lse, s, ring, part, x, last, scale):
     scale2, num_rows = scale * LOG2E, lse.shape[2]
     r_s0 = T.alloc_fragment((BLOCK, LSE_KEYS), "float32")
     r_s1 = T.alloc_fragment((BLOCK, LSE_KEYS), "float32")
-    m0, m1 = T.alloc_local((2,), "float32"), T.alloc_local((2,), "float32")
-    l0, l1 = T.alloc_local((2,), "float32"), T.alloc_local((2,), "float32")
+    m0, m1, l0, l1 = (T.alloc_local((2,), "float32") for _ in range(4))
     b0, b1 = T.alloc_var("int32"), T.alloc_var("int32")  # the tile's two blocks
     next_b0, next_b1, following = (T.alloc_var("int32") for _ in range(3))
     w = T.alloc_var("int32")
@@ -154,8 +153,7 @@ def build(variant: Variant):
         ):
             T.import_source(window.SOURCE + pin.SOURCE)
             s, ring = tiles(plan), rings(plan)
-            first, num_tiles = T.alloc_var("int32"), T.alloc_var("int32")
-            row0 = T.alloc_var("int32")
+            first, num_tiles, row0 = (T.alloc_var("int32") for _ in range(3))
             first = L // LSE_KEYS * part // parts
             num_tiles = L // LSE_KEYS * (part + 1) // parts - first
             row0 = tile * CTA_ROWS

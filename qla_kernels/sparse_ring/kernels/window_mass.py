@@ -205,8 +205,7 @@ def build(variant: Variant):
             T.import_source(window.SOURCE)
             s, ring = tiles(plan), rings(plan)
             lse_ready = NamedBarrier(plan, "lse_ready")
-            first, num_tiles = T.alloc_var("int32"), T.alloc_var("int32")
-            row0 = T.alloc_var("int32")
+            first, num_tiles, row0 = (T.alloc_var("int32") for _ in range(3))
             first = T.ceildiv(L, MASS_KEYS) * part // parts
             num_tiles = T.ceildiv(L, MASS_KEYS) * (part + 1) // parts - first
             row0 = tile * CTA_ROWS
