@@ -46,6 +46,7 @@ def test_a_kernel_allocates_what_its_schedule_declares() -> None:
     def kernel(
         k: strided("k", "token", (tokens, 32), "bfloat16"),
         x: strided("x", "token column", (tokens, 32), "float32"),
+        o: strided("o", "token 32", (tokens, 4, 32), "float32"),
     ):
         with T.Kernel(1, threads=PLAN.threads) as _:
             s = tiles(PLAN)
@@ -64,13 +65,17 @@ def test_a_kernel_allocates_what_its_schedule_declares() -> None:
     barriers |= {"x_free": 1, "x_in": 1}
     tiles_in_code = {"s_k": (2, 64, 64), "s_sum": (3,)}
     assert shared == tiles_in_code | {name: (n,) for name, n in barriers.items()}
+    names = [*shared]
+    assert names.index("k_full") < names.index("k_free") < names.index("turn_full")
+    assert names.index("x_in") < names.index("x_free"), "of other events: before full and free"
     ring = seen["ring"]
     assert (type(ring.k), ring.k.stages) == (Ring, 2)
     assert (type(ring.turn), ring.turn.slots, ring.turn.stages) == (RingInTurns, 3, 4)
     assert [x.name for x in (ring.tail, ring.x_free)] == ["tail_full", "x_free"]
-    k, x = kernel.buffer_map.values()
+    k, x, o = kernel.buffer_map.values()
     assert [str(stride) for stride in k.strides] == ["k_token", "1"]
     assert [str(stride) for stride in x.strides] == ["x_token", "x_column"]
+    assert [str(stride) for stride in o.strides] == ["o_token", "32", "1"]
 
 
 def test_a_tensor_has_a_stride_for_each_dimension() -> None:
