@@ -33,12 +33,12 @@ from qla_kernels.sparse_ring.kernels.walk import (
     QueryTile,
     WalkTable,
     advance,
-    first_block_of,
+    query_tile,
     walk_columns,
     walk_end,
     walk_slashes,
 )
-from qla_kernels.sparse_ring.shapes import BLOCK, TILE
+from qla_kernels.sparse_ring.shapes import BLOCK
 from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.rings import rings
 from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Role, Schedule, Tile
@@ -230,17 +230,8 @@ def build(variant: Variant):
         with T.Kernel(B * H * num_tiles, threads=plan.block) as block:
             s, ring = tiles(plan), rings(plan)
             table = WalkTable(entries, bounds, gap, stripe_blocks, num_bounds - 1)
-
-            # Heads of a group are adjacent, so keys and values stay in L2; long tiles come first.
-            group, kv_head, tile, b, h, i0 = (T.alloc_var("int32") for _ in range(6))
-            group = H // Hk
-            tile = num_tiles - 1 - block // group % num_tiles
-            kv_head = block // group // num_tiles % Hk
-            b = block // group // num_tiles // Hk
-            h = kv_head * group + block % group
-            i0 = first_block_of(first_block, tile, d_bits, gap)
             queries = Queries(q, do, lse2, delta)
-            x = QueryTile(i0, tile * TILE, b, h, b * H + h, kv_head)
+            x = QueryTile(*query_tile(block, H, Hk, first_block, d_bits, gap))
 
             if T.get_thread_binding(1) < HALVES:
                 T.set_max_nreg(plan.role("rows").regs, 1)

@@ -38,12 +38,12 @@ from qla_kernels.sparse_ring.kernels.walk import (
     QueryTile,
     WalkTable,
     advance,
-    first_block_of,
+    query_tile,
     walk_columns,
     walk_end,
     walk_slashes,
 )
-from qla_kernels.sparse_ring.shapes import BLOCK, TILE
+from qla_kernels.sparse_ring.shapes import BLOCK
 from qla_kernels.tile import pin, softmax
 from qla_kernels.tile.constants import LN2, LOG2E
 from qla_kernels.tile.named_barriers import NamedBarrier
@@ -296,16 +296,7 @@ def build(variant: Variant):
             T.import_source(softmax.SOURCE + pin.SOURCE)
             s, ring = tiles(plan), rings(plan)
             table = WalkTable(entries, bounds, gap, stripe_blocks, num_bounds - 1)
-
-            # Heads of a group are adjacent, so keys and values stay in L2; long tiles come first.
-            group, head, tile, b, h, i0 = (T.alloc_var("int32") for _ in range(6))
-            group = H // Hk
-            tile = num_tiles - 1 - block // group % num_tiles
-            head = block // group // num_tiles % Hk
-            b = block // group // num_tiles // Hk
-            h = head * group + block % group
-            i0 = first_block_of(first_block, tile, d_bits, gap)
-            x = QueryTile(i0, tile * TILE, b, h, b * H + h, head)
+            x = QueryTile(*query_tile(block, H, Hk, first_block, d_bits, gap))
 
             if T.get_thread_binding(1) < 2:
                 T.set_max_nreg(plan.role("rows").regs, 1)

@@ -72,9 +72,22 @@ class QueryTile(NamedTuple):
     kv_head: Any
 
 
-def first_block_of(first_block, tile, d_bits, gap):
-    """Returns the first block of a tile, clamped so that d_bits has a bit for every distance."""
-    return clamped(first_block[tile], 0, d_bits.shape[1] * WORD - 1 - gap)
+@T.macro
+def query_tile(bx, H, Hk, first_block, d_bits, gap):
+    """Returns the fields of a CTA's QueryTile.
+
+    Heads of a group are adjacent, so keys and values stay in L2; long tiles come first. The first
+    block is clamped so that d_bits has a bit for every distance.
+    """
+    group, kv_head, tile, b, h, i0 = (T.alloc_var("int32") for _ in range(6))
+    num_tiles = first_block.shape[0]
+    group = H // Hk
+    tile = num_tiles - 1 - bx // group % num_tiles
+    kv_head = bx // group // num_tiles % Hk
+    b = bx // group // num_tiles // Hk
+    h = kv_head * group + bx % group
+    i0 = clamped(first_block[tile], 0, d_bits.shape[1] * WORD - 1 - gap)
+    return i0, tile * TILE, b, h, b * H + h, kv_head
 
 
 @T.macro
