@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qla_kernels import SharedBatch, jit
+from qla_kernels import SharedBatch, gated_delta_net, jit
+from qla_kernels.integrations import mixers
 from qla_kernels.integrations import transformers as swapping
 from qla_kernels.integrations import transformers_dualkv as hook
 from tests.compare import no_worse
@@ -110,13 +111,15 @@ def test_a_packed_step_is_that_of_each_sequence_alone(kind):
 
 
 def test_nodes_that_do_not_continue_from_their_parents_are_noticed(monkeypatch):
-    monkeypatch.setattr(swapping, "rule", _from_nothing)
+    monkeypatch.setattr(mixers, "gated_delta_net", _from_nothing)
     (got, _), each, want = arms("Qwen3.5")
     with pytest.raises(AssertionError, match="log-probabilities: relative"):
         no_worse(got, each, want, ratio=RATIO, limit=LIMIT)
 
 
-def _from_nothing(*args, layout, **kwargs):
-    """The gated delta rule, node by node."""
+def _from_nothing(*args, layout=None, **kwargs):
+    """A layer, node by node."""
+    if layout is None:
+        return gated_delta_net(*args, **kwargs)
     bounds = torch.tensor([*layout.nodes[:, 0].tolist(), layout.num_tokens], dtype=torch.int32)
-    return swapping.chunk_gated_delta_rule(*args, **{**kwargs, "cu_seqlens": bounds.to(GPU)})
+    return gated_delta_net(*args, **{**kwargs, "cu_seqlens": bounds.to(GPU)})

@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 
+from qla_kernels.integrations import mixers
 from qla_kernels.integrations import transformers as swapping
 from tests.ranks import ROOT
 
@@ -50,12 +51,12 @@ def test_it_learns(tmp_path, capsys):
 def test_a_wrong_kernel_is_noticed(options, tmp_path, monkeypatch):
     if not options:
         pytest.importorskip("peft")
-    right = swapping.chunk_gated_delta_rule
+    right = mixers.gated_delta_net
 
-    def wrong(q, k, v, g, beta, **kwargs):
-        return right(q, k, v, g, beta / 2, **kwargs)
+    def wrong(mixed_qkv, a, b, *args, **kwargs):
+        return right(mixed_qkv, a, b - 1, *args, **kwargs)
 
-    monkeypatch.setattr(swapping, "chunk_gated_delta_rule", wrong)
+    monkeypatch.setattr(mixers, "gated_delta_net", wrong)
     call = ["--tiny", "--compare", "--steps", "2", "--output", str(tmp_path), *options]
     assert finetune_qwen3_5.main(call) == 1
 

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from qla_kernels.integrations import mixers
 from qla_kernels.integrations import transformers as swapping
 from tests.ranks import ROOT
 
@@ -32,12 +33,12 @@ def test_losses_are_those_of_rows_that_are_not_packed(tmp_path, capsys):
 
 
 def test_sequences_that_run_into_each_other_are_noticed(tmp_path, monkeypatch):
-    right = swapping.chunk_gated_delta_rule
+    right = mixers.gated_delta_net
 
     def mixing(*args, cu_seqlens=None, **kwargs):
         return right(*args, **kwargs)
 
-    monkeypatch.setattr(swapping, "chunk_gated_delta_rule", mixing)
+    monkeypatch.setattr(mixers, "gated_delta_net", mixing)
     assert sft_trl.main(["--tiny", "--compare", "--output", str(tmp_path)]) == 1
 
 
