@@ -68,10 +68,21 @@ def case(
 
 def exact(c: NormCase) -> tuple[Tensor, norm.NormGradients]:
     """y and the gradients in fp64, on the CPU, from what the kernels are given; 0 for padding."""
-    x, gate, weight, dy = (t.cpu().double() for t in (c.x, c.gate, c.weight, c.dy))
-    x, gate, dy = (t.nan_to_num() if c.tables else t for t in (x, gate, dy))
-    y = norm.gated_rms_norm(x, gate, weight, c.eps, not c.silu)
-    return y, norm.gated_rms_norm_backward(dy, x, gate, weight, c.eps, not c.silu)
+    live = live_rows(c)
+    x, gate, dy = (t.cpu().double()[live] for t in (c.x, c.gate, c.dy))
+    given = x, gate, c.weight.cpu().double(), c.eps, not c.silu
+    dx, dgate, dweight = norm.gated_rms_norm_backward(dy, *given)
+    rows = [norm.gated_rms_norm(*given), dx, dgate]
+    for i, found in enumerate(rows):
+        rows[i] = torch.zeros(c.x.shape, dtype=torch.float64)
+        rows[i][live] = found
+    return rows[0], norm.NormGradients(*rows[1:], dweight)
+
+
+def live_rows(c: NormCase) -> tuple[slice, ...]:
+    """The index of the tokens that belong to a sequence."""
+    end = slice(int(c.tables[0][-1]) if c.tables else None)
+    return (slice(None), end) if c.x.dim() == 4 else (end,)
 
 
 def check(
@@ -86,8 +97,7 @@ def check(
     for name, (got, truth) in found.items():
         assert got.is_contiguous()
         assert_close(name, got.cpu(), truth, ROUNDING[got.dtype])
-    if c.tables:
-        end = int(c.tables[0][-1])
-        rows = slice(end, None) if c.x.dim() < 4 else (slice(None), slice(end, None))
-        for got in (y, done.dx, done.dgate):
-            assert not got[rows].any(), "rows of padding are not 0"
+    padding = torch.ones(c.x.shape, dtype=torch.bool)
+    padding[live_rows(c)] = False
+    for got in (y, done.dx, done.dgate):
+        assert not got.cpu()[padding].any(), "rows of padding are not 0"
