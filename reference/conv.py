@@ -177,21 +177,26 @@ def _activated(z: Tensor, silu: bool) -> Tensor:
 
 def _normalised(y: Tensor, heads: tuple[int, int]) -> Tensor:
     """y [tokens, C] with its first channels divided by their heads' norms."""
-    count, size = heads
-    if not count:
+    if not heads[0]:
         return y
-    first, rest = y.tensor_split([count * size], -1)
-    return torch.cat([l2norm(first.unflatten(-1, (count, size))).flatten(-2), rest], -1)
+    first, rest = _split(y, heads)
+    return torch.cat([rearrange(l2norm(first), "t h k -> t (h k)"), rest], -1)
 
 
 def _before_norm(y: Tensor, dy: Tensor, heads: tuple[int, int]) -> Tensor:
     """The gradient of y, from that of _normalised(y, heads)."""
-    count, size = heads
-    if not count:
+    if not heads[0]:
         return dy
-    first, d_first = (t[:, : count * size].unflatten(-1, (count, size)) for t in (y, dy))
-    done = l2norm_backward(first, d_first).flatten(-2)
-    return torch.cat([done, dy[:, count * size :]], -1)
+    d_first, rest = _split(dy, heads)
+    done = l2norm_backward(_split(y, heads)[0], d_first)
+    return torch.cat([rearrange(done, "t h k -> t (h k)"), rest], -1)
+
+
+def _split(y: Tensor, heads: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """The heads of y [tokens, C], [tokens, count, size], and its other channels."""
+    count, size = heads
+    first = rearrange(y[:, : count * size], "t (h k) -> t h k", h=count)
+    return first, y[:, count * size :]
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ def convolve_sections(
     """
     if not ops.wants_gradients(x, weight, bias):  # autograd takes time
         y = ops.forward(x, weight, bias, tables, silu, *norm)
-        return (y,) if len(sizes) == 1 else y.split(list(sizes), 2)
+        return _sections(y, sizes)
     sections: tuple[Tensor, ...] = CausalConv.apply(  # type: ignore[no-untyped-call]
         x, weight, bias, silu, norm, tuple(sizes), *tables
     )
@@ -71,7 +71,7 @@ class CausalConv(torch.autograd.Function):
         ctx.options = silu, *norm
         ctx.save_for_backward(x, weight, bias, *tables)
         y = ops.forward(x, weight, bias, list(tables), silu, *norm)
-        return (y,) if len(sizes) == 1 else tuple(y.split(list(sizes), 2))
+        return _sections(y, sizes)
 
     @staticmethod
     @refuse_second_derivative(OP)
@@ -79,3 +79,7 @@ class CausalConv(torch.autograd.Function):
         x, weight, bias, *tables = ctx.saved_tensors
         done = ops.backward(dy, x, weight, bias, tables, *ctx.options, *others)
         return *done, None, None, None, *[None] * len(tables)
+
+
+def _sections(y: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    return (y,) if len(sizes) == 1 else torch.split(y, list(sizes), 2)

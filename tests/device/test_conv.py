@@ -3,12 +3,19 @@
 import pytest
 import torch
 
-from qla_kernels import SharedLayout, Unsupported, causal_conv1d, shared_prefix_conv1d
+from qla_kernels import (
+    SharedLayout,
+    Unsupported,
+    causal_conv1d,
+    causal_conv1d_update,
+    shared_prefix_conv1d,
+)
 from qla_kernels.conv import ops
+from qla_kernels.conv.autograd import convolve_sections
 from qla_kernels.hybrid import prepare_conv1d
 from reference import conv
 from tests.compare import assert_close
-from tests.conv_check import ROUNDING, case, check, check_repeats
+from tests.conv_check import ROUNDING, case, check, check_in_sections, check_repeats
 from tests.conv_inputs import FORESTS, WIDTHS
 from tests.dualkv_inputs import grown
 
@@ -16,6 +23,9 @@ pytestmark = pytest.mark.hopper
 
 GPU = "cuda"
 DTYPES = (torch.bfloat16, torch.float16)
+# Normalised heads that share a warp in every way, with and without idle lanes, and over two warps
+HEADS = [(3, 16), (5, 32), (6, 64), (3, 64), (5, 48), (4, 80), (6, 96), (4, 112), (4, 128)]
+WIDE_HEADS = [(4, 160), (4, 192), (3, 224), (3, 256)]
 PACKS = [[4096], [17, 1, 1300, 2, 16, 0, 350], [0, 0, 5], [1] * 400, [3] * 700]
 
 
@@ -76,6 +86,79 @@ def test_a_gradient_of_any_strides():
 def test_repeats_bit_for_bit():
     for of in ([3000, 17, 5], grown([(100, [30] * 500)]), (4, 1000)):
         check_repeats(case(of, GPU, 1024), times=5)
+
+
+@pytest.mark.parametrize("heads", HEADS + WIDE_HEADS, ids=str)
+def test_heads_of_every_size(heads):
+    count, size = heads
+    for others in (0, 8, 264):
+        check(case([700, 1, 3, 0, 64, 300], GPU, count * size + others, heads=heads, padding=9))
+    check(case(FORESTS["short nodes"], GPU, count * size + 8, heads=heads, bias=False))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_heads_in_trees_and_rows(width, dtype):
+    kind = {"width": width, "dtype": dtype, "channels": 1024}
+    for heads in ((4, 128), (5, 96), (2, 256)):
+        check(case(grown([(130, [1 + i % 9 for i in range(300)])]), GPU, heads=heads, **kind))
+        check(case((3, 500), GPU, heads=heads, silu=False, **kind))
+        check(case([2000, 9], GPU, heads=heads, projection=16, **kind))
+
+
+def test_heads_repeat_bit_for_bit():
+    for heads in ((8, 128), (10, 96), (4, 256)):
+        check_repeats(case([3000, 17, 5], GPU, 1024, heads=heads), times=5)
+
+
+def test_a_gradient_in_sections():
+    for heads, sizes in (
+        ((4, 128), [256, 256, 512]),
+        ((10, 16), [80, 80, 40]),
+        ((4, 192), [384] * 3),
+    ):
+        check_in_sections(case([500, 9], GPU, sum(sizes), heads=heads), sizes)
+
+
+@pytest.mark.parametrize("heads", [(4, 128), (10, 96), (2, 256), (6, 64), (10, 16)], ids=str)
+@torch.no_grad()
+def test_tokens_one_by_one_are_the_sequence(heads):
+    x, weight, bias = leaves_of(60, 1024)
+    x = x.view(5, 12, 1024)
+    want = causal_conv1d(x.mT, weight, bias, "silu", qk_l2norm=heads).mT
+    pool = torch.zeros(9, 3, 1024, dtype=x.dtype, device=GPU).mT
+    slots = torch.tensor([4, 0, 8, 2, 5], device=GPU)
+    for t in range(12):
+        y = causal_conv1d_update(x[:, t], pool, weight, bias, "silu", slots, qk_l2norm=heads)
+        assert_close("y", y, want[:, t], 2 * ROUNDING[x.dtype])  # both are rounded
+
+
+def test_sections_in_a_graph_and_compiled():
+    x, weight, _ = leaves_of(600, 1024)
+    bounds = torch.tensor([0, 70, 71, 600], device=GPU)
+
+    def layer(x, weight):
+        call = 2 * x[None], weight, None, True, [bounds], (4, 128)
+        q, k, v = convolve_sections(*call, (256, 256, 512))
+        return (q * k).float(), v.float()
+
+    def step(f=layer) -> list[torch.Tensor]:
+        y = f(x, weight)
+        return [*y, *torch.autograd.grad(y, [x, weight], [torch.ones_like(part) for part in y])]
+
+    want = step()
+    for a, b in zip(step(torch.compile(layer, fullgraph=True)), want, strict=True):
+        assert_close("compiled", a, b, 2 * ROUNDING[torch.bfloat16])
+    aside = torch.cuda.Stream()
+    with torch.cuda.stream(aside):
+        step()  # loads the kernels
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def public(x, weight, bias, layout):

@@ -334,10 +334,13 @@ def test_serving(monkeypatch: pytest.MonkeyPatch) -> None:
         o = prefill_gated_delta_rule(*x, states, slots, cu_seqlens=bounds)
         verified = verify_gated_delta_rule(*drafts, states, of_drafts.view(N, 4))
         mixed = causal_conv1d_update(rows, tail, weight, None, "silu", slots)
+        heads = causal_conv1d_update(
+            rows, tails.clone(), weight, None, "silu", slots, qk_l2norm=(2 * H, size)
+        )
         of = a, b, A_log, dt_bias, states, slots
         step = packed_decode_gated_delta_rule(mixed, *of, **norm)
         whole = decode_gated_delta_net(rows, *of, other, weight, **norm)
-        return o, verified, mixed, step, whole, states, tail, other
+        return o, verified, mixed, heads, step, whole, states, tail, other
 
     same_bits(run, monkeypatch)
 
@@ -459,7 +462,10 @@ def test_trees_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("packed", ["", "int32", "int64", "tree"])
 @pytest.mark.parametrize("bias", [False, True])
-def test_convolution(packed: str, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("heads", [None, (2, 128)])
+def test_convolution(
+    packed: str, bias: bool, heads: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layout = SharedLayout.from_forest(*DEEP).to(GPU)
     T, C = layout.num_tokens, 512
     x = torch.randn(T, C, device=GPU, dtype=torch.bfloat16)
@@ -470,9 +476,9 @@ def test_convolution(packed: str, bias: bool, monkeypatch: pytest.MonkeyPatch) -
         leaves = [a.clone().requires_grad_() for a in given]
         parameters = (*leaves[1:], None)[:2]
         if packed == "tree":
-            y = shared_prefix_conv1d(leaves[0], *parameters, layout, "silu")
+            y = shared_prefix_conv1d(leaves[0], *parameters, layout, "silu", qk_l2norm=heads)
         else:
-            y = causal_conv1d(leaves[0], *parameters, "silu", cu_seqlens=bounds)
+            y = causal_conv1d(leaves[0], *parameters, "silu", bounds, qk_l2norm=heads)
         y.backward(dy)
         return y.detach(), *(leaf.grad for leaf in leaves)
 
