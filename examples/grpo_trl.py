@@ -51,7 +51,7 @@ def train(options: argparse.Namespace) -> list[dict[str, float]]:
     on_gpu = torch.cuda.is_available()
     settings = trl.GRPOConfig(
         # whole groups in each batch: a prompt is computed once for its responses
-        num_generations=RESPONSES, per_device_train_batch_size=RESPONSES, steps_per_generation=1,
+        num_generations=RESPONSES, per_device_train_batch_size=RESPONSES,
         gradient_accumulation_steps=options.accumulate, max_completion_length=options.response,
         output_dir=str(options.output), max_steps=options.steps, learning_rate=options.rate,
         bf16=on_gpu, use_cpu=not on_gpu, gradient_checkpointing=True,

@@ -48,8 +48,6 @@ options=(
   actor_rollout_ref.model.path="$model"
   actor_rollout_ref.model.external_lib=qla_kernels.integrations.verl_patch
   actor_rollout_ref.model.enable_gradient_checkpointing=True
-  actor_rollout_ref.model.use_fused_kernels=False
-  actor_rollout_ref.model.use_liger=False
 
   actor_rollout_ref.actor.strategy=fsdp2
   actor_rollout_ref.actor.use_dynamic_bsz=True
@@ -68,8 +66,6 @@ options=(
   actor_rollout_ref.rollout.tensor_model_parallel_size=1
   actor_rollout_ref.rollout.gpu_memory_utilization=0.5
 
-  trainer.use_v1=False         # these two: all responses to a prompt stay on one rank
-  trainer.balance_batch=False
   trainer.n_gpus_per_node="$gpus"
   trainer.nnodes=1
   trainer.total_epochs=1

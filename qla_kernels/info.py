@@ -47,7 +47,8 @@ HOOKS = {  # of qla_kernels.integrations: the call that enables each, and its ef
     "transformers ring": ("transformers_sparse_ring.prepare(model)", '"sparse_ring" is ours'),
 }
 
-ATTENTION = ("dualkv", "sparse_ring")  # they share attn
+# Kernels that are no family of their own, and the families that launch them
+SHARED = {"attn": ("dualkv", "sparse_ring"), "head": ("dualkv",)}
 # Shapes of the first arguments of a call that each family's `refusal` is asked about
 STANDARD: dict[str, list[tuple[int, ...]]] = {
     "gdn": [(1, 64, 2, 128)] * 3,
@@ -84,13 +85,14 @@ def report() -> dict[str, Section]:
 
 
 def families() -> list[str]:
-    """Returns the families that have kernels, without attn, whose kernels other families share."""
-    return sorted({family for family, _ in jit.kernel_names()} - {"attn"})
+    """Returns the families that have kernels, without those whose kernels other families share."""
+    return sorted({family for family, _ in jit.kernel_names()} - set(SHARED))
 
 
 def fingerprint(family: str) -> str:
     """Returns one digest of the generated code of a family's kernels, equal on all machines."""
-    return digests.of_family((family, "attn") if family in ATTENTION else (family,))
+    shared = (name for name, families in SHARED.items() if family in families)
+    return digests.of_family((family, *shared))
 
 
 def _probed(probes: Mapping[str, Callable[[], object]]) -> Section:

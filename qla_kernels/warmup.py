@@ -66,6 +66,7 @@ def jobs(models: Iterable[Model] = (), families: Iterable[str] = ()) -> Iterator
     """
     wanted, named = list(models), set(families)
     named |= {"attn"} if named & {"dualkv", "sparse_ring"} else set()  # both launch some of its
+    named |= {"head"} if "dualkv" in named else set()  # its batches do
     for kernel in jit.kernel_modules():
         if named and kernel.family not in named:
             continue
@@ -90,6 +91,8 @@ def _needs(model: Model, kernel: jit.Kernel, variant: Any) -> bool:
         return all(fields.get(name, size) == size for name, size in sizes)
     if family == "norm":
         return fields.get("V") in (None, columns_of(model.V))
+    if family == "head":
+        return True
     # some kernels of attention have a size, some are for large ones, and the others for small ones
     large = model.head_dim == HEAD_SIZES[-1] and fields.get("wide", False)
     return family in ("dualkv", "attn") and (fields.get("D") == model.head_dim or large)

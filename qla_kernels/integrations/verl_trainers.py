@@ -97,8 +97,9 @@ def rows_of(batch: Any) -> list[Row]:
 def deal(rows: Sequence[Row], lists: int) -> list[list[int]]:
     """Deals rows to `lists` lists, which get as many rows and about equal work.
 
-    Returns the lists, of row numbers. The costliest group goes first, to the list with the least work that has room for all of it. A
-    group that fits nowhere is cut. The number of rows is a multiple of `lists`.
+    Returns the lists, of row numbers. The costliest group goes first, to the list with the least
+    work that has room for all of it. A group that fits nowhere is cut. The number of rows is a
+    multiple of `lists`.
     """
     groups: dict[str, list[int]] = {}
     for i, row in sorted(enumerate(rows), key=lambda x: x[1].group):  # no order of lengths

@@ -30,7 +30,7 @@ def test_without_a_model_every_variant_is_compiled():
 def test_families_can_be_named():
     """A page told to, and there was no such argument."""
     found = [jit.label(*job) for job in warmup.jobs((), ["dualkv"])]
-    assert {label.partition(".")[0] for label in found} == {"attn", "dualkv"}
+    assert {label.partition(".")[0] for label in found} == {"attn", "dualkv", "head"}
     assert "dualkv.fwd-bf16-d128" in found
     found = [jit.label(*job) for job in warmup.jobs((), ["conv"])]
     assert {label.partition(".")[0] for label in found} == {"conv"}
