@@ -40,9 +40,11 @@ class PackedHead:
     """
 
     def __init__(self, head: nn.Module, factor: float) -> None:
-        self.head, self.factor, self.task = head, factor, None
+        self.head, self.factor = head, factor
+        self.task: Task | None = None
 
-    @torch.compiler.disable  # compiled code ends before the head; the task differs at each call
+    # compiled code ends before the head, whose task differs at each call
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, hidden: Tensor) -> Tensor:
         assert self.task is not None, "packed_head installs and removes it"
         batch, temperature, in_fp32 = self.task

@@ -56,7 +56,8 @@ def _head(
         want.entropy, *numbers,
     )  # fmt: skip
     call: list[Any] = [None if x is None else x.to(device) for x in (*tensors, targets, first)]
-    done = launch.head_fwd(*call, temperature=temperature, softcap=softcap)
+    run: Any = launch  # its arguments are in lists here
+    done = run.head_fwd(*call, temperature, softcap)
     for name, got, exact in (
         ("log-probabilities", done.logprobs, want.logprobs),
         ("entropies", done.entropy, want.entropy),
@@ -65,7 +66,7 @@ def _head(
         assert_close(name, got.cpu(), exact, SUMS)
     call = [dlogprobs.to(device), dentropy.to(device), *call, done.lse2, done.entropy]
     wanted = [x is not None for x in tensors]
-    got_grads = launch.head_bwd(*call, temperature=temperature, softcap=softcap, wanted=wanted)
+    got_grads = run.head_bwd(*call, temperature, softcap, wanted)
     for name, grad, exact in zip(grads._fields, got_grads, grads, strict=True):
         assert (grad is None) == (exact is None), name
         if grad is not None:
