@@ -14,15 +14,16 @@ class Record(SimpleNamespace):
 
 
 class Variables:
-    """A thread's variables of one dtype, such as the place of the item that it computes.
+    """A thread's variables, such as the place of the item that it computes.
 
     `item.length` is the number that the variable has where it is read. TileLang has no assignment
     to an attribute, so `item["length"] = x` and `item["length"] += x` write it.
     """
 
-    def __init__(self, names: str, dtype: str = "int32") -> None:
-        """Allocates a variable for each of the names, which blanks separate."""
-        self._buffers = {name: named(name, T.alloc_var(dtype)) for name in names.split()}
+    def __init__(self, names: str, **others: str) -> None:
+        """Allocates an int32 for each of the names, which blanks separate, and others by dtype."""
+        dtypes = dict.fromkeys(names.split(), "int32") | others
+        self._buffers = {name: named(name, T.alloc_var(dtypes[name])) for name in dtypes}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in self._buffers:

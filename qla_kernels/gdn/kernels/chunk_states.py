@@ -25,14 +25,18 @@ from typing import NamedTuple
 
 import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.chain.cumulated import (
+    SEQUENCE,
     SOURCE,
     States,
+    find_sequence,
     gate,
+    gate_role,
     load,
-    longest_first,
+    load_role,
     put_state,
     stage,
     store,
+    store_role,
 )
 from qla_kernels.gdn.kernels.chain.layout import (
     BETA,
@@ -42,7 +46,9 @@ from qla_kernels.gdn.kernels.chain.layout import (
     TILE,
     D,
     Rows,
+    StateRows,
     accumulator_layout,
+    find_row,
     first_turn,
     give_turn,
     last_turn,
@@ -51,17 +57,22 @@ from qla_kernels.gdn.kernels.chain.layout import (
     take_turn,
     turns,
 )
-from qla_kernels.gdn.kernels.tables import read_span
 from qla_kernels.tile.constants import CHUNK
-from qla_kernels.tile.language import make_full_bank_swizzled_layout
-from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.record import Variables
+from qla_kernels.tile.rings import rings
+from qla_kernels.tile.schedule import Role, Schedule, Tile
+from qla_kernels.tile.strided import strided
+from qla_kernels.tile.tiles import tiles
 
 
 class Variant(NamedTuple):
     dtype: str  # of k, v, h
     K: int  # q and k have so many numbers or fewer: `size`
     tile_v: int  # columns of V a CTA computes: 64 or 128
+
+    @property
+    def states(self) -> int:
+        return self.tile_v // TILE
 
 
 VARIANTS = tuple(
@@ -79,17 +90,11 @@ PASS_CONFIGS = {
 }
 
 
-def slots(variant: Variant) -> dict[str, int]:
-    """Returns the slots of each ring: as many as fit, because loads are slow if both chains run."""
-    kva, gate = (3, 4) if variant.tile_v == 128 else (5, 6)
-    return {"kva": kva, "gate": gate, "h": 2}
-
-
 def schedule(variant: Variant) -> Schedule:
-    states = variant.tile_v // TILE
-    sizes = slots(variant)
-    rings = {"kva": sizes["kva"], "gate": sizes["gate"]}
-    rings |= {f"h{w}": sizes["h"] for w in range(states)}
+    states, K, dtype = variant.states, variant.K, variant.dtype
+    # As many slots as fit, because loads are slow if both chains run.
+    slots = {"kva": 3, "gate": 4} if states == 2 else {"kva": 5, "gate": 6}
+    staged = [f"h{w}" for w in range(states)]
     return Schedule(
         roles=(
             *(
@@ -104,49 +109,28 @@ def schedule(variant: Variant) -> Schedule:
                 )
                 for w in range(states)
             ),
-            Role(
-                "load",
-                warps=1,
-                regs=40,
-                waits=("kva_free", "tail_full"),
-                signals=("kva_full", "tail_full"),
-                computes="k, v, A",
-                uses=("tma_load",),
-            ),
-            Role(
-                "gate",
-                warps=1,
-                regs=40,
-                waits=("gate_free",),
-                signals=("gate_full",),
-                computes="exponentials of gamma, beta",
-            ),
-            Role(
-                "store",
-                warps=1,
-                regs=40,
-                waits=tuple(f"h{w}_full" for w in range(states)),
-                signals=tuple(f"h{w}_free" for w in range(states)),
-                computes="h out",
-                uses=("tma_store",),
-            ),
+            load_role(40, "k, v, A", "kva"),
+            gate_role(40),
+            store_role(40, "h out", *staged),
             Role("spare", warps=1, regs=40, computes="fills the warpgroup"),
         ),
-        rings=rings,
+        rings={**slots, "tail": 1, **dict.fromkeys(staged, 2)},
         named=named_barriers(states),
-        # k, v, A; staged states; gates; barriers and alignment
-        smem_bytes=sizes["kva"] * CHUNK * (variant.K + variant.tile_v + CHUNK) * 2
-        + sizes["h"] * variant.tile_v * variant.K * 2
-        + sizes["gate"] * GATE_ROWS * CHUNK * 4
-        + 1024,
+        tiles={
+            "k": Tile((slots["kva"], CHUNK, K), dtype),
+            "v": Tile((slots["kva"], CHUNK, variant.tile_v), dtype, swizzled=True),
+            "a": Tile((slots["kva"], CHUNK, CHUNK), dtype),
+            "gate": Tile((slots["gate"], GATE_ROWS, CHUNK), "float32"),
+            **dict.fromkeys(staged, Tile((2, TILE, K), dtype, swizzled=True)),
+        },
     )
 
 
 @T.macro
-def state(
-    w, K, dtype, h0, ht, s_k, s_v, s_a, s_gate, s_h, kva, gate_ring, h_ring, turn,
-    num_chunks, every, n, hv, v0, has_h0, has_ht, starts_of,
-):  # fmt: skip
+def state(w, variant, s, ring, turn, enters, leaves, item, every):
+    """Walks a sequence's chunks; `enters` and `leaves` are the rows of its first and last state."""
+    K, dtype, kva, staged = variant.K, variant.dtype, ring.kva, f"h{w}"
+    num_chunks, n, hv, v0 = item.num_chunks, item.n, item.hv, item.v0
     r_s = T.alloc_fragment((TILE, K), "float32")  # S^T: stays here from first to last chunk
     r_s16 = T.alloc_fragment((TILE, K), dtype)
     r_x = T.alloc_fragment((TILE, CHUNK), "float32")  # S K^T, then W^T
@@ -156,15 +140,11 @@ def state(
     r_vt = T.alloc_fragment((CHUNK, TILE), dtype)
     T.annotate_layout({r_vt: accumulator_layout(TILE, CHUNK)})
     stored = T.alloc_var("int32")
-    start = T.alloc_var("int32")  # row of h0
-    start = -1
-    if has_h0 == 1:
-        start = n
-    if has_h0 == 2:
-        start = starts_of[n]  # the row in which this node's parent ends, if any
+    start = T.alloc_var("int32")
+    find_row(enters, n, start)
     if start >= 0:
         for r, c in T.Parallel(TILE, K):
-            r_s[r, c] = h0[start, hv, c, v0 + w * TILE + r]
+            r_s[r, c] = enters.tensor[start, hv, c, v0 + w * TILE + r]
     else:
         T.clear(r_s)
     T.copy(r_s, r_s16)
@@ -172,141 +152,97 @@ def state(
     first_turn(turn, w)
     for i in T.serial(num_chunks):
         slot = kva.slot(i)
-        gate_slot = gate_ring.slot(i)
+        gate_slot = ring.gate.slot(i)
         kva.wait(i)
         take_turn(turn, w)
-        T.wgmma_gemm(r_s16, s_k[slot, :, :], r_x, transpose_B=True, clear_accum=True)  # 3
+        T.wgmma_gemm(r_s16, s.k[slot, :, :], r_x, transpose_B=True, clear_accum=True)  # 3
         give_turn(turn, w)
-        gate_ring.wait(i)
-        load_transposed(s_v, slot, w, r_vt)
+        ring.gate.wait(i)
+        load_transposed(s.v, slot, w, r_vt)
         T.wait_wgmma(0)
         for r, c in T.Parallel(TILE, CHUNK):
             r_x[r, c] = (
-                s_gate[gate_slot, BETA, c] * r_vt[c, r] - s_gate[gate_slot, BETA_E, c] * r_x[r, c]
+                s.gate[gate_slot, BETA, c] * r_vt[c, r] - s.gate[gate_slot, BETA_E, c] * r_x[r, c]
             )
         T.copy(r_x, r_w16)
         take_turn(turn, w)
-        T.wgmma_gemm(r_w16, s_a[slot, :, :], r_n, transpose_B=True, clear_accum=True)  # 4
+        T.wgmma_gemm(r_w16, s.a[slot, :, :], r_n, transpose_B=True, clear_accum=True)  # 4
         give_turn(turn, w)
         for r, c in T.Parallel(TILE, K):
-            r_s[r, c] *= s_gate[gate_slot, LAST, 0]
+            r_s[r, c] *= s.gate[gate_slot, LAST, 0]
         T.wait_wgmma(0)
         for r, c in T.Parallel(TILE, CHUNK):
-            r_dn16[r, c] = r_n[r, c] * s_gate[gate_slot, D, c]
-        gate_ring.release(i)
+            r_dn16[r, c] = r_n[r, c] * s.gate[gate_slot, D, c]
+        ring.gate.release(i)
         take_turn(turn, w)
-        T.wgmma_gemm(r_dn16, s_k[slot, :, :], r_s)  # 5
+        T.wgmma_gemm(r_dn16, s.k[slot, :, :], r_s)  # 5
         give_turn(turn, w)
         if i == stored * every:
-            stage(r_s16, s_h, h_ring, stored, K)
+            stage(r_s16, s[staged], ring[staged], stored, K)
             stored += 1
         T.wait_wgmma(0)
         kva.release(i)
         T.copy(r_s, r_s16)
     last_turn(turn, w)
-    if has_ht != 0:
-        put_state(r_s, ht, n, hv, v0 + w * TILE, K)
+    if leaves.has != 0:
+        put_state(r_s, leaves.tensor, n, hv, v0 + w * TILE, K)
 
 
 def build(variant: Variant):
-    plan, sizes = schedule(variant), slots(variant)
-    K, states = variant.K, variant.tile_v // TILE
+    plan = schedule(variant)
+    K, dtype, states = variant.K, variant.dtype, variant.states
     num_tokens, num_heads, num_value_heads = T.dynamic("num_tokens, num_heads, num_value_heads")
     V, num_sequences, num_slots, size = T.dynamic("V, num_sequences, num_slots, size")
     num_tiles = T.dynamic("num_tiles") if variant.tile_v == 64 else 1  # V is 128: _tile_v
-    num_h0, num_ht = T.dynamic("num_h0, num_ht")
-    span_step, num_starts, num_firsts = T.dynamic("span_step, num_starts, num_firsts")
-    k_token, k_head = T.dynamic("k_token, k_head")
-    v_token, v_head, v_tile = T.dynamic("v_token, v_head, v_tile")
-    h0_n, h0_h, h0_k, h0_v = T.dynamic("h0_n, h0_h, h0_k, h0_v")
-    ht_n, ht_h, ht_k, ht_v = T.dynamic("ht_n, ht_h, ht_k, ht_v")
+    num_h0, num_ht, num_starts, num_firsts = T.dynamic("num_h0, num_ht, num_starts, num_firsts")
+    value_rows = num_tokens, num_value_heads
 
     @T.prim_func
     def chunk_states(
-        k: T.StridedTensor((num_tokens, num_heads, size), (k_token, k_head, 1), variant.dtype),
-        v: T.StridedTensor(
-            (num_tokens, num_value_heads, num_tiles, variant.tile_v),
-            (v_token, v_head, v_tile, 1),
-            variant.dtype,
-        ),
-        g_cum: T.Tensor((num_tokens, num_value_heads), "float32"),
-        beta: T.Tensor((num_tokens, num_value_heads), "float32"),
-        A: T.Tensor((num_tokens, num_value_heads, CHUNK), variant.dtype),
-        spans: T.StridedTensor((num_sequences, 2), (span_step, 1), "int32"),
+        k: strided("k", "token head", (num_tokens, num_heads, size), dtype),
+        v: strided("v", "token head tile", (*value_rows, num_tiles, variant.tile_v), dtype),
+        g_cum: T.Tensor(value_rows, "float32"),
+        beta: T.Tensor(value_rows, "float32"),
+        A: T.Tensor((*value_rows, CHUNK), dtype),
+        spans: strided("span", "step", (num_sequences, 2), "int32"),
         first_slot: T.Tensor((num_firsts,), "int32"),
         starts_of: T.Tensor((num_starts,), "int32"),
-        h0: T.StridedTensor((num_h0, num_value_heads, K, V), (h0_n, h0_h, h0_k, h0_v), "float32"),
-        h: T.Tensor((num_slots, num_value_heads, V, size), variant.dtype),
-        ht: T.StridedTensor((num_ht, num_value_heads, K, V), (ht_n, ht_h, ht_k, ht_v), "float32"),
+        h0: strided("h0", "n h k v", (num_h0, num_value_heads, K, V), "float32"),
+        h: T.Tensor((num_slots, num_value_heads, V, size), dtype),
+        ht: strided("ht", "n h k v", (num_ht, num_value_heads, K, V), "float32"),
         every: T.int32,
         has_h0: T.int32,
         has_ht: T.int32,
     ):
         with T.Kernel(num_sequences * num_value_heads * num_tiles, threads=plan.threads) as block:
             T.import_source(SOURCE)
-            s_k = T.alloc_shared((sizes["kva"], CHUNK, K), variant.dtype)
-            s_v = T.alloc_shared((sizes["kva"], CHUNK, variant.tile_v), variant.dtype)
-            s_a = T.alloc_shared((sizes["kva"], CHUNK, CHUNK), variant.dtype)
-            s_gate = T.alloc_shared((sizes["gate"], GATE_ROWS, CHUNK), "float32")
-            kva_full = T.alloc_barrier([plan.arrivals("kva_full")] * sizes["kva"])
-            kva_free = T.alloc_barrier([plan.arrivals("kva_free")] * sizes["kva"])
-            gate_full = T.alloc_barrier([plan.arrivals("gate_full")] * sizes["gate"])
-            gate_free = T.alloc_barrier([plan.arrivals("gate_free")] * sizes["gate"])
-            tail_full = T.alloc_barrier([plan.arrivals("tail_full")])
-            s_h0 = T.alloc_shared((sizes["h"], TILE, K), variant.dtype)
-            h0_full = T.alloc_barrier([plan.arrivals("h0_full")] * sizes["h"])
-            h0_free = T.alloc_barrier([plan.arrivals("h0_free")] * sizes["h"])
-            s_h = [s_h0]
-            h_rings = [Ring(h0_full, h0_free, sizes["h"])]
-            if states == 2:
-                s_h1 = T.alloc_shared((sizes["h"], TILE, K), variant.dtype)
-                h1_full = T.alloc_barrier([plan.arrivals("h1_full")] * sizes["h"])
-                h1_free = T.alloc_barrier([plan.arrivals("h1_free")] * sizes["h"])
-                s_h.append(s_h1)
-                h_rings.append(Ring(h1_full, h1_free, sizes["h"]))
-            T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in (s_v, *s_h)})
-            kva = Ring(kva_full, kva_free, sizes["kva"])
-            gates = Ring(gate_full, gate_free, sizes["gate"])
-
-            hv, n, kh = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-            begin, length = T.alloc_var("int32"), T.alloc_var("int32")
-            num_chunks = T.alloc_var("int32")
-            i_tile, v0 = T.alloc_var("int32"), T.alloc_var("int32")
-            i_tile = block % num_tiles
-            v0 = i_tile * variant.tile_v
-            hv = block // num_tiles % num_value_heads
-            place = T.alloc_local((1,), "int32")
-            longest_first(spans, num_sequences, block // num_tiles // num_value_heads, place)
-            n = T.shfl_sync(place[0], 0)  # so that the compiler sees it is uniform
-            kh = hv // (num_value_heads // num_heads)
-            read_span(spans, n, num_tokens, begin, length)
-            num_chunks = T.ceildiv(length, CHUNK)
-
+            s, ring = tiles(plan), rings(plan)
+            item = Variables(SEQUENCE)
+            find_sequence(block, spans, g_cum, num_heads, num_tiles, variant.tile_v, item)
             turn = turns(plan)
+            enters, leaves = StateRows(h0, has_h0, starts_of), StateRows(ht, has_ht, None)
             tx = T.get_thread_binding()
             if tx < plan.end("state0"):
                 T.set_max_nreg(plan.role("state0").regs, 1)
-                state(
-                    0, K, variant.dtype, h0, ht, s_k, s_v, s_a, s_gate, s_h[0], kva, gates,
-                    h_rings[0], turn, num_chunks, every, n, hv, v0, has_h0, has_ht, starts_of,
-                )  # fmt: skip
-            elif tx < plan.start("load"):  # no thread if the CTA has one state warpgroup
-                T.set_max_nreg(plan.role("state0").regs, 1)
-                state(
-                    1, K, variant.dtype, h0, ht, s_k, s_v, s_a, s_gate, s_h[-1], kva, gates,
-                    h_rings[-1], turn, num_chunks, every, n, hv, v0, has_h0, has_ht, starts_of,
-                )  # fmt: skip
+                state(0, variant, s, ring, turn, enters, leaves, item, every)
+            elif states == 2 and tx < plan.end("state1"):
+                T.set_max_nreg(plan.role("state1").regs, 1)
+                state(1, variant, s, ring, turn, enters, leaves, item, every)
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if tx < plan.end("load"):
-                    load(
-                        [Rows(k, (kh,), s_k), Rows(v, (hv, i_tile), s_v), Rows(A, (hv,), s_a)],
-                        kva, tail_full, begin, length, num_chunks, False,
-                    )  # fmt: skip
+                    kva = [
+                        Rows(k, (item.kh,), s.k),
+                        Rows(v, (item.hv, item.i_tile), s.v),
+                        Rows(A, (item.hv,), s.a),
+                    ]
+                    load(kva, ring.kva, ring.tail, item, False)
                 elif tx < plan.end("gate"):
-                    gate(g_cum, beta, s_gate, gates, begin, length, num_chunks, hv, False, None)
+                    gate(g_cum, beta, s.gate, ring.gate, item, False, None)
                 elif tx < plan.end("store"):
-                    out = States(h, first_slot[n], hv, v0, K)
-                    store(out, s_h, h_rings, T.ceildiv(num_chunks, every))
+                    staged = [f"h{w}" for w in range(states)]
+                    out = States(h, first_slot[item.n], item.hv, item.v0, K)
+                    num_states = T.ceildiv(item.num_chunks, every)
+                    store(out, [s[h] for h in staged], [ring[h] for h in staged], num_states)
 
     return chunk_states

@@ -33,16 +33,18 @@ for the state's large ones, so for long chains it may be faster to solve beforeh
 and to pass A.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import qla_kernels.tile.language as T
-from qla_kernels.gdn.kernels.chain.forward import OnTheWay, gate, state
+from qla_kernels.gdn.kernels.chain.forward import OnTheWay, RawGates, gate, state
 from qla_kernels.gdn.kernels.chain.gated_tiles import SCRATCH_BYTES, SOURCE
-from qla_kernels.gdn.kernels.chain.items import After, count_chunks, locate
+from qla_kernels.gdn.kernels.chain.items import After, Items, after, count_chunks, locate
 from qla_kernels.gdn.kernels.chain.layout import (
     GATE_ROWS,
     TILE,
     Rows,
+    StateRows,
     first_turn,
     last_turn,
     named_barriers,
@@ -55,11 +57,13 @@ from qla_kernels.gdn.kernels.chain.solve import clear_above, invert, score, solv
 from qla_kernels.gdn.kernels.chain.transfer import clear_padding, clear_saved, load, store
 from qla_kernels.gdn.kernels.tables import inside
 from qla_kernels.tile.constants import CHUNK
-from qla_kernels.tile.language import make_full_bank_swizzled_layout
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.named_barriers import NamedBarrier
-from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import WARPGROUP_THREADS, Role, Schedule, Signal
+from qla_kernels.tile.record import Variables
+from qla_kernels.tile.rings import rings
+from qla_kernels.tile.schedule import WARPGROUP_THREADS, Role, Schedule, Tile, each, free, full
+from qla_kernels.tile.strided import strided
+from qla_kernels.tile.tiles import tiles
 
 
 class Variant(NamedTuple):
@@ -133,15 +137,15 @@ def schedule(variant: Variant) -> Schedule:
         state_regs, solve_regs, load_regs = (192, 88, 40) if variant.K == 128 else (176, 96, 64)
     elif variant.keeps:  # what it keeps on the way has a place and a number of chunks
         state_regs, solve_regs = 248, 112
-    rings = {"k": 3, "q": 3, "v": 2, "gate": 4, "a": 2, "p": 2, "o": variant.states}
-    rings["tail"] = 3 if variant.solves else 4  # tensors
+    slots = {"q": 3, "k": 3, "v": 2, "gate": 4, "a": 2, "p": 2, "o": variant.states}
+    slots["tail"] = 3 if variant.solves else 4  # tensors
     if variant.inverts:
-        rings |= {"k": 4, "q": 2, "l": 2}
+        slots |= {"k": 4, "q": 2, "l": 2}
     elif variant.solves:
-        rings |= {"k": 4, "q": 4}
+        slots |= {"k": 4, "q": 4}
 
-    def solving(*signals: Signal) -> tuple[Signal, ...]:
-        return signals if variant.solves else ()
+    def solving(*names: str) -> tuple[str, ...]:
+        return names if variant.solves else ()
 
     def given(*names: str) -> tuple[str, ...]:
         return () if variant.solves else names
@@ -153,16 +157,8 @@ def schedule(variant: Variant) -> Schedule:
         "state",
         warps=4 * variant.states,
         regs=state_regs,
-        waits=("q_full", "k_full", "v_full", "gate_full", "a_full", "p_full", "o_free"),
-        signals=(
-            "q_free",
-            "k_free",
-            "v_free",
-            "gate_free",
-            "a_free",
-            "p_free",
-            ("o_full", WARPGROUP_THREADS),
-        ),
+        waits=(*full("q", "k", "v", "gate", "a", "p"), "o_free"),
+        signals=(*free("q", "k", "v", "gate", "a", "p"), ("o_full", WARPGROUP_THREADS)),
         computes="S, W, V', O",
         uses=("wgmma",),
     )
@@ -171,17 +167,15 @@ def schedule(variant: Variant) -> Schedule:
         warps=4 * variant.teams,
         regs=solve_regs,
         waits=(
-            "q_full",
-            "k_full",
-            "gate_full",
+            *full("q", "k", "gate"),
             *inverting("l_free"),
             *(("a_free",) if variant.solves and not variant.inverts else ()),
             "p_free",
         ),
         signals=(
-            *((s, WARPGROUP_THREADS) for s in ("q_free", "k_free", "gate_free", "p_full")),
+            *each((*free("q", "k", "gate"), "p_full"), WARPGROUP_THREADS),
             *inverting("l_full"),
-            *solving(("a_full", WARPGROUP_THREADS)),
+            *each(solving("a_full"), WARPGROUP_THREADS),
         ),
         computes="A, P" if variant.solves else "P",
         uses=("wgmma", *solving("mma")),
@@ -193,8 +187,8 @@ def schedule(variant: Variant) -> Schedule:
                 "load",
                 warps=1,
                 regs=load_regs,
-                waits=("q_free", "k_free", "v_free", *given("a_free"), "tail_full"),
-                signals=("q_full", "k_full", "v_full", *given("a_full"), "tail_full"),
+                waits=(*free("q", "k", "v"), *given("a_free"), "tail_full"),
+                signals=(*full("q", "k", "v"), *given("a_full"), "tail_full"),
                 computes="q, k, v" + ", A" * (not variant.solves),
                 uses=("tma_load",),
             ),
@@ -226,23 +220,34 @@ def schedule(variant: Variant) -> Schedule:
                 uses=inverting("mma"),
             ),
         ),
-        rings=rings,
+        rings=slots,
         named=named_barriers(variant.states, variant.teams if variant.solves else 0),
-        # q and k; v and O; A and P; gates; scratch; barriers and alignment
-        smem_bytes=(rings["q"] + rings["k"]) * CHUNK * variant.K * 2
-        + rings["v"] * CHUNK * variant.tile_v * 2
-        + rings["o"] * CHUNK * TILE * 2
-        + (rings["a"] + rings["p"]) * CHUNK * CHUNK * 2
-        + rings["gate"] * GATE_ROWS * CHUNK * 4
-        + 2 * SCRATCH_BYTES * variant.solves
-        + 3 * WARPGROUP_THREADS * 4 * variant.states * variant.keeps
-        + 1024,
+        tiles=shared(variant, slots),
     )
+
+
+def shared(variant: Variant, slots: Mapping[str, int]) -> dict[str, Tile]:
+    """Returns the tiles of a CTA."""
+    dtype = variant.dtype
+    found = {
+        "k": Tile((slots["k"], CHUNK, variant.K), dtype, swizzled=True),
+        "q": Tile((slots["q"], CHUNK, variant.K), dtype, swizzled=True),
+        "v": Tile((slots["v"], CHUNK, variant.tile_v), dtype, swizzled=True),
+        "a": Tile((slots["a"], CHUNK, CHUNK), dtype, swizzled=True),
+        "p": Tile((slots["p"], CHUNK, CHUNK), dtype, swizzled=True),
+        "gate": Tile((slots["gate"], GATE_ROWS, CHUNK), "float32"),
+        "o": Tile((slots["o"], CHUNK, TILE), dtype, swizzled=True),
+    }
+    if variant.solves:  # scratch
+        found["l"] = Tile((2, SCRATCH_BYTES // 4), "float32")
+    if variant.keeps:
+        found["next"] = Tile((variant.states, 3, WARPGROUP_THREADS), "int32")
+    return found
 
 
 def build(variant: Variant):
     plan = schedule(variant)
-    K, states, rings = variant.K, variant.states, plan.rings
+    K, states = variant.K, variant.states
     first_state, first_solve = variant.first_state, variant.first_solve
 
     def of_states(warpgroup):
@@ -252,42 +257,32 @@ def build(variant: Variant):
     num_tokens, num_heads, num_value_heads = T.dynamic("num_tokens, num_heads, num_value_heads")
     V, num_tiles, num_columns, num_sequences = T.dynamic("V, num_tiles, num_columns, num_sequences")
     num_h0, num_ht, saved_tokens = T.dynamic("num_h0, num_ht, saved_tokens")
-    span_step, num_starts, num_ends = T.dynamic("span_step, num_starts, num_ends")
-    q_token, q_head, k_token, k_head = T.dynamic("q_token, q_head, k_token, k_head")
-    v_token, v_head, v_tile = T.dynamic("v_token, v_head, v_tile")
-    h0_n, h0_h, h0_k, h0_v = T.dynamic("h0_n, h0_h, h0_k, h0_v")
-    ht_n, ht_h, ht_k, ht_v = T.dynamic("ht_n, ht_h, ht_k, ht_v")
-    kept_n, kept_h, kept_k, kept_v = T.dynamic("kept_n, kept_h, kept_k, kept_v")
+    num_starts, num_ends, size = T.dynamic("num_starts, num_ends, size")
     num_kept, num_firsts, num_untils = T.dynamic("num_kept, num_firsts, num_untils")
-    kept_size, size = T.dynamic("kept_size, size")
-    held = variant.pool or "float32"
-    entry, steps = (num_kept, num_value_heads, K, V), (kept_n, kept_h, kept_k, kept_v)
-    kept_type = T.StridedTensor(entry, steps, "float32")  # not written
+    held, entry = variant.pool or "float32", (num_kept, num_value_heads, K, V)
+    kept_type = strided("kept", "n h k v", entry, "float32")  # not written
     if variant.pooled:
-        kept_type = T.StridedTensor((*entry, kept_size), (*steps, 1), "uint8")
+        kept_type = strided("kept", "n h k v", (*entry, T.dynamic("kept_size")), "uint8")
     entries_type = T.Tensor((num_firsts,), "int32")
     until_type = T.Tensor((num_untils,), "int32")
     if variant.shares:  # which has no pool, uses the same arguments for its tables
         entries_type, until_type, kept_type = table_types(num_firsts, num_untils, states, K)
+    rows, value_rows = (num_tokens, num_heads, size), (num_tokens, num_value_heads)
 
     @T.prim_func
     def fused_fwd(
-        q: T.StridedTensor((num_tokens, num_heads, size), (q_token, q_head, 1), variant.dtype),
-        k: T.StridedTensor((num_tokens, num_heads, size), (k_token, k_head, 1), variant.dtype),
-        v: T.StridedTensor(
-            (num_tokens, num_value_heads, num_tiles, variant.tile_v),
-            (v_token, v_head, v_tile, 1),
-            variant.dtype,
-        ),
-        g: T.Tensor((num_tokens, num_value_heads), "float32"),
-        beta: T.Tensor((num_tokens, num_value_heads), "float32"),
-        beta16: T.Tensor((num_tokens, num_value_heads), variant.dtype),
-        spans: T.StridedTensor((num_sequences, 2), (span_step, 1), "int32"),
+        q: strided("q", "token head", rows, variant.dtype),
+        k: strided("k", "token head", rows, variant.dtype),
+        v: strided("v", "token head tile", (*value_rows, num_tiles, variant.tile_v), variant.dtype),
+        g: T.Tensor(value_rows, "float32"),
+        beta: T.Tensor(value_rows, "float32"),
+        beta16: T.Tensor(value_rows, variant.dtype),
+        spans: strided("span", "step", (num_sequences, 2), "int32"),
         starts_of: T.Tensor((num_starts,), "int32"),
         ends_of: T.Tensor((num_ends,), "int32"),
-        h0: T.StridedTensor((num_h0, num_value_heads, K, V), (h0_n, h0_h, h0_k, h0_v), held),
+        h0: strided("h0", "n h k v", (num_h0, num_value_heads, K, V), held),
         o: T.Tensor((num_tokens, num_value_heads, num_columns, TILE), variant.dtype),
-        ht: T.StridedTensor((num_ht, num_value_heads, K, V), (ht_n, ht_h, ht_k, ht_v), held),
+        ht: strided("ht", "n h k v", (num_ht, num_value_heads, K, V), held),
         checkpoints: kept_type,
         entries_of: entries_type,
         until_of: until_type,
@@ -308,55 +303,15 @@ def build(variant: Variant):
             # TileLang initialises the barriers by one thread of each row of the block. All of these
             # write the same values, before the first synchronisation of the block.
             T.import_source(POOLS if variant.pooled else SHARES if variant.shares else SOURCE)
-            s_k = T.alloc_shared((rings["k"], CHUNK, K), variant.dtype)
-            s_q = T.alloc_shared((rings["q"], CHUNK, K), variant.dtype)
-            s_v = T.alloc_shared((rings["v"], CHUNK, variant.tile_v), variant.dtype)
-            s_a = T.alloc_shared((rings["a"], CHUNK, CHUNK), variant.dtype)
-            s_p = T.alloc_shared((rings["p"], CHUNK, CHUNK), variant.dtype)
-            s_gate = T.alloc_shared((rings["gate"], GATE_ROWS, CHUNK), "float32")
-            s_o = T.alloc_shared((rings["o"], CHUNK, TILE), variant.dtype)
-            tiles = (s_k, s_q, s_v, s_a, s_p, s_o)
-            T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in tiles})
-            q_full = T.alloc_barrier([plan.arrivals("q_full")] * rings["q"])
-            q_free = T.alloc_barrier([plan.arrivals("q_free")] * rings["q"])
-            k_full = T.alloc_barrier([plan.arrivals("k_full")] * rings["k"])
-            k_free = T.alloc_barrier([plan.arrivals("k_free")] * rings["k"])
-            v_full = T.alloc_barrier([plan.arrivals("v_full")] * rings["v"])
-            v_free = T.alloc_barrier([plan.arrivals("v_free")] * rings["v"])
-            gate_full = T.alloc_barrier([plan.arrivals("gate_full")] * rings["gate"])
-            gate_free = T.alloc_barrier([plan.arrivals("gate_free")] * rings["gate"])
-            a_full = T.alloc_barrier([plan.arrivals("a_full")] * rings["a"])
-            a_free = T.alloc_barrier([plan.arrivals("a_free")] * rings["a"])
-            p_full = T.alloc_barrier([plan.arrivals("p_full")] * rings["p"])
-            p_free = T.alloc_barrier([plan.arrivals("p_free")] * rings["p"])
-            o_full = T.alloc_barrier([plan.arrivals("o_full")] * rings["o"])
-            o_free = T.alloc_barrier([plan.arrivals("o_free")] * rings["o"])
-            tail_full = T.alloc_barrier([plan.arrivals("tail_full")] * rings["tail"])
-            q_ring = Ring(q_full, q_free, rings["q"])
-            k_ring = Ring(k_full, k_free, rings["k"])
-            v_ring = Ring(v_full, v_free, rings["v"])
-            gates = Ring(gate_full, gate_free, rings["gate"])
-            a_ring = Ring(a_full, a_free, rings["a"])
-            p_ring = Ring(p_full, p_free, rings["p"])
-            if variant.solves:
-                s_l = T.alloc_shared((2, SCRATCH_BYTES // 4), "float32")
-            if variant.inverts:
-                l_full = T.alloc_barrier([plan.arrivals("l_full")] * rings["l"])
-                l_free = T.alloc_barrier([plan.arrivals("l_free")] * rings["l"])
-                l_ring = Ring(l_full, l_free, rings["l"])
-            o_ring = Ring(o_full, o_free, rings["o"])
+            s, ring = tiles(plan), rings(plan)
+            item = Variables("hv n kh begin length num_chunks first i_tile saves")
+            tails, num_items = T.alloc_var("int32"), T.alloc_var("int32")
+            item["first"] = 0  # number of chunks of earlier items: the rings' next step
+            num_items = T.ceildiv(num_sequences * num_value_heads * num_tiles - block, ctas)
 
-            hv, n, kh = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-            begin, length = T.alloc_var("int32"), T.alloc_var("int32")
-            num_chunks, first = T.alloc_var("int32"), T.alloc_var("int32")
-            i_tile, saves = T.alloc_var("int32"), T.alloc_var("int32")
-            tails, items = T.alloc_var("int32"), T.alloc_var("int32")
-            first = 0  # number of chunks of earlier items: the rings' next step
-            items = T.ceildiv(num_sequences * num_value_heads * num_tiles - block, ctas)
-
-            shares = Shares(entries_of, until_of, checkpoints) if variant.shares else None
+            shares = Shares(entries_of, until_of, checkpoints, block) if variant.shares else None
             shape = (spans, num_tokens, num_heads, num_value_heads, num_tiles, training)
-            walk = (block, ctas, shares, *shape)
+            items = Items(block, ctas, shares, *shape)
             turn = turns(plan)
             tx, warpgroup = T.get_thread_binding(0), T.get_thread_binding(1)
             # The kernel before this one has waited for its predecessor in every CTA, so all kernels
@@ -364,107 +319,90 @@ def build(variant: Variant):
             if early == 0:
                 T.pdl_sync()
             if variant.shares:
-                items = shares.num_pieces(block)
+                num_items = shares.num_pieces
             kept = None
             if variant.pooled:
-                s_next = None
-                if variant.keeps:
-                    s_next = T.alloc_shared((states, 3, WARPGROUP_THREADS), "int32")
+                s_next = s.next if variant.keeps else None
                 kept = OnTheWay(checkpoints, entries_of, until_of, every, keeps, null_slot, s_next)
             if of_states(warpgroup):
                 T.set_max_nreg(plan.role("state").regs, 1)
                 first_turn(turn, warpgroup - first_state)
                 if early != 0:  # only h0 comes from the kernel before; o is written after it
                     T.pdl_sync()
-                for j in rolled(items):
-                    locate(j, *walk, n, kh, hv, i_tile, begin, length, num_chunks, saves)
-                    num_chunks = T.shfl_sync(num_chunks, 0)  # uniform, and known to be
-                    state(
-                        states, K, variant.dtype, h0, ht, s_q, s_k, s_v, s_gate, s_a, s_p, s_o,
-                        After(q_ring, first), After(k_ring, first), After(v_ring, first),
-                        After(gates, first), After(a_ring, first), After(p_ring, first),
-                        After(o_ring, first * states), turn, num_chunks, n, hv,
-                        i_tile * variant.tile_v, has_h0, has_ht, starts_of, ends_of, first_state,
-                        kept, length, shares, block, j,
-                    )  # fmt: skip
-                    first += num_chunks
+                enters, leaves = StateRows(h0, has_h0, starts_of), StateRows(ht, has_ht, ends_of)
+                for j in rolled(num_items):
+                    locate(items, j, item)
+                    item["num_chunks"] = T.shfl_sync(item.num_chunks, 0)  # uniform, and known to be
+                    now = after(ring, item.first, o=item.first * states)
+                    state(variant, s, now, turn, enters, leaves, item, kept, shares, j)
+                    item["first"] += item.num_chunks
                 last_turn(turn, warpgroup - first_state)
             elif warpgroup < states + variant.teams:
                 T.set_max_nreg(plan.role("solve" if variant.solves else "score").regs, 0)
                 if variant.solves:
-                    clear_above(s_a, warpgroup - first_solve, variant.teams)
-                clear_above(s_p, warpgroup - first_solve, variant.teams)
-                count_chunks(items, *walk, num_chunks)
-                num_chunks = T.shfl_sync(num_chunks, 0)  # uniform, and known to be
+                    clear_above(s.a, warpgroup - first_solve, variant.teams)
+                clear_above(s.p, warpgroup - first_solve, variant.teams)
+                count_chunks(items, num_items, item.num_chunks)
+                item["num_chunks"] = T.shfl_sync(item.num_chunks, 0)  # uniform, and known to be
+                meet = NamedBarrier(plan, "solve")
                 if variant.inverts:
-                    solve(
-                        K, s_q, s_k, s_gate, s_l, s_a, s_p,
-                        q_ring, k_ring, gates, l_ring, a_ring, p_ring,
-                        NamedBarrier(plan, "solve"), num_chunks, scale,
-                    )  # fmt: skip
+                    solve(K, s, ring, meet, item.num_chunks, scale)
                 elif variant.solves:
-                    solve_in_teams(
-                        variant.teams, first_solve, K, s_q, s_k, s_gate, s_l, s_a, s_p,
-                        q_ring, k_ring, gates, a_ring, p_ring, NamedBarrier(plan, "solve"),
-                        num_chunks, scale,
-                    )  # fmt: skip
+                    teams = variant.teams
+                    solve_in_teams(teams, first_solve, K, s, ring, meet, item.num_chunks, scale)
                 else:
-                    score(
-                        K, s_q, s_k, s_gate, s_p, q_ring, k_ring, gates, p_ring, num_chunks, scale
-                    )
+                    score(K, s, ring, item.num_chunks, scale)
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if tx < 32:
                     tails = 0
-                    for j in rolled(items):
-                        locate(j, *walk, n, kh, hv, i_tile, begin, length, num_chunks, saves)
-                        leading = [(Rows(k, (kh,), s_k), After(k_ring, first))]
-                        others = [(Rows(v, (hv, i_tile), s_v), After(v_ring, first))]
-                        queries = (Rows(q, (kh,), s_q), After(q_ring, first))
+                    for j in rolled(num_items):
+                        locate(items, j, item)
+                        now = after(ring, item.first)
+                        leading = [(Rows(k, (item.kh,), s.k), now.k)]
+                        others = [(Rows(v, (item.hv, item.i_tile), s.v), now.v)]
+                        queries = (Rows(q, (item.kh,), s.q), now.q)
                         if variant.inverts:  # P comes late, and there is no room for more of Q
                             others.insert(0, queries)
                         else:
                             leading.append(queries)
                         if not variant.solves:
-                            others.append((Rows(A, (hv, 0), s_a), After(a_ring, first)))
-                        ahead = rings["k"] - rings["v"]
-                        load(leading, others, ahead, tail_full, begin, length, tails)
-                        first += num_chunks
-                        if length % CHUNK != 0:
+                            others.append((Rows(A, (item.hv, 0), s.a), now.a))
+                        ahead = ring.k.stages - ring.v.stages
+                        load(leading, others, ahead, ring.tail, item.begin, item.length, tails)
+                        item["first"] += item.num_chunks
+                        if item.length % CHUNK != 0:
                             tails += 1
                 elif tx < 64:
-                    for j in rolled(items):
-                        locate(j, *walk, n, kh, hv, i_tile, begin, length, num_chunks, saves)
-                        gate(
-                            g, beta, beta16, beta_is_16, g_cum, s_gate, After(gates, first),
-                            begin, length, num_chunks, hv, scale, saves if variant.solves else 0,
-                        )  # fmt: skip
-                        first += num_chunks
+                    gates = RawGates(g, beta, beta16, beta_is_16, g_cum)
+                    for j in rolled(num_items):
+                        locate(items, j, item)
+                        now = After(ring.gate, item.first)
+                        gate(gates, s.gate, now, item, scale, variant.solves)
+                        item["first"] += item.num_chunks
                 elif tx < 96:
-                    for j in rolled(items):
-                        locate(j, *walk, n, kh, hv, i_tile, begin, length, num_chunks, saves)
-                        store(
-                            o, A, s_o, s_a, After(o_ring, first * states), After(a_ring, first),
-                            begin, length, hv, i_tile * states, variant.solves, saves,
-                        )  # fmt: skip
-                        first += num_chunks
+                    for j in rolled(num_items):
+                        locate(items, j, item)
+                        now = after(ring, item.first, o=item.first * states)
+                        store(o, A, s, now, item, variant.solves)
+                        item["first"] += item.num_chunks
                 else:
                     if variant.inverts:
-                        count_chunks(items, *walk, num_chunks)
-                        invert(s_l, s_a, l_ring, a_ring, num_chunks)
-                    for j in rolled(items):
-                        locate(j, *walk, n, kh, hv, i_tile, begin, length, num_chunks, saves)
-                        begin = inside(spans[num_sequences - 1, 1], num_tokens) + n
+                        count_chunks(items, num_items, item.num_chunks)
+                        invert(s, ring, item.num_chunks)
+                    for j in rolled(num_items):
+                        locate(items, j, item)
+                        item["begin"] = inside(spans[num_sequences - 1, 1], num_tokens) + item.n
                         if not variant.pooled:
                             if has_h0 == 2:  # other tokens belong to other nodes of a tree
-                                begin = num_tokens
+                                item["begin"] = num_tokens
                         if variant.shares:
-                            if shares.takes(block, j) != 0:
-                                begin = num_tokens  # the piece with the item's start does it
-                        padding = (begin, num_tokens, num_sequences, hv)
+                            if shares.takes(j) != 0:
+                                item["begin"] = num_tokens  # the piece with the start does it
+                        padding = (item.begin, num_tokens, num_sequences, item.hv)
                         for w in rolled(states):
-                            clear_padding(o, *padding, i_tile * states + w)
-                        if saves != 0:
+                            clear_padding(o, *padding, item.i_tile * states + w)
+                        if item.saves != 0:
                             clear_saved(A, g_cum, *padding)
 
     return fused_fwd

@@ -37,7 +37,8 @@ the few chunks of a window, which avoids three more launches.
 from typing import NamedTuple
 
 import qla_kernels.tile.language as T
-from qla_kernels.gdn.kernels.chain.cumulated import gate, load
+from qla_kernels.gdn.kernels.chain.cumulated import gate, gate_role, load, load_role
+from qla_kernels.gdn.kernels.chain.forward import RawGates
 from qla_kernels.gdn.kernels.chain.forward import gate as raw_gate
 from qla_kernels.gdn.kernels.chain.gated_tiles import SCRATCH_BYTES
 from qla_kernels.gdn.kernels.chain.gated_tiles import SOURCE as GATED_TILES
@@ -46,10 +47,12 @@ from qla_kernels.gdn.kernels.chain.window import SOURCE, columns, solve, warm_ch
 from qla_kernels.gdn.kernels.tables import sequence_span
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.dependent import await_previous
-from qla_kernels.tile.language import make_full_bank_swizzled_layout
 from qla_kernels.tile.named_barriers import NamedBarrier
-from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.record import Variables
+from qla_kernels.tile.rings import rings
+from qla_kernels.tile.schedule import Role, Schedule, Tile, free, full
+from qla_kernels.tile.strided import strided
+from qla_kernels.tile.tiles import tiles
 
 
 class Variant(NamedTuple):
@@ -72,14 +75,14 @@ PASS_CONFIGS = {
     "tl.disable_shared_memory_reuse": True,  # copies are under way while a slow warp reads s_sum
 }
 
-MAP_RINGS = {"rows": 3, "gate": 4}
-
 
 def schedule(variant: Variant) -> Schedule:
-    rings, waits, releases = dict(MAP_RINGS), ("rows_full", "gate_full"), ("rows_free", "gate_free")
+    dtype = variant.dtype
+    slots = {"rows": 3, "gate": 4, "tail": 1}
+    waits, releases = full("rows", "gate"), free("rows", "gate")
     solve_roles: tuple[Role, ...] = ()
     if variant.solves:
-        rings["a"] = 2
+        slots["a"] = 2
         solve_roles = (
             Role(
                 "solve",
@@ -92,6 +95,15 @@ def schedule(variant: Variant) -> Schedule:
             ),
         )
         waits, releases = (*waits, "a_full"), (*releases, "a_free")
+    found = {
+        "k": Tile((slots["rows"], CHUNK, variant.K), dtype),
+        "v": Tile((slots["rows"], CHUNK, TILE), dtype, swizzled=True),
+        "a": Tile((slots["a" if variant.solves else "rows"], CHUNK, CHUNK), dtype, swizzled=True),
+        "gate": Tile((slots["gate"], GATE_ROWS, CHUNK), "float32"),
+        "sum": Tile((12 if variant.solves else 8,), "float32", align=1024),  # a number a warp
+    }
+    if variant.solves:
+        found["l"] = Tile((SCRATCH_BYTES // 4,), "float32")
     return Schedule(
         roles=(
             Role(
@@ -104,68 +116,41 @@ def schedule(variant: Variant) -> Schedule:
                 uses=("wgmma",),
             ),
             *solve_roles,
-            Role(
-                "load",
-                warps=1,
-                regs=40,
-                waits=("rows_free", "tail_full"),
-                signals=("rows_full", "tail_full"),
-                computes="k, v" + ", A" * (not variant.solves),
-                uses=("tma_load",),
-            ),
-            Role(
-                "gate",
-                warps=1,
-                regs=40,
-                waits=("gate_free",),
-                signals=("gate_full",),
-                computes="exponentials of gamma, beta",
-            ),
+            load_role(40, "k, v" + ", A" * (not variant.solves), "rows"),
+            gate_role(40),
             Role("spare", warps=2, regs=40, computes="fills the warpgroup"),
         ),
-        rings=rings,
+        rings=slots,
         named=named_barriers(states=1, solving=int(variant.solves)),
-        # k, v; A; gates; sums, on a kilobyte of their own; scratch; barriers and alignment
-        smem_bytes=rings["rows"] * CHUNK * (variant.K + TILE) * 2
-        + rings["a" if variant.solves else "rows"] * CHUNK * CHUNK * 2
-        + rings["gate"] * GATE_ROWS * CHUNK * 4
-        + 1024
-        + SCRATCH_BYTES * variant.solves
-        + 1024,
+        tiles=found,
         ctas_per_sm=1 if variant.solves else 2,
     )
 
 
 def build(variant: Variant):
     plan = schedule(variant)
-    K, rings, warps = variant.K, plan.rings, plan.threads // 32
+    K, dtype = variant.K, variant.dtype
     num_tokens, num_heads, num_value_heads = T.dynamic("num_tokens, num_heads, num_value_heads")
     V, num_tiles, capacity = T.dynamic("V, num_tiles, capacity")
     num_h0, num_bounds, size = T.dynamic("num_h0, num_bounds, size")
     narrow_tokens, saved_tokens = T.dynamic("narrow_tokens, saved_tokens")
     grown_tokens = T.dynamic("grown_tokens")
-    k_token, k_head = T.dynamic("k_token, k_head")
-    v_token, v_head, v_tile = T.dynamic("v_token, v_head, v_tile")
-    h0_n, h0_h, h0_k, h0_v = T.dynamic("h0_n, h0_h, h0_k, h0_v")
+    value_rows = num_tokens, num_value_heads
 
     @T.prim_func
     def segment_map(
-        k: T.StridedTensor((num_tokens, num_heads, size), (k_token, k_head, 1), variant.dtype),
-        v: T.StridedTensor(
-            (num_tokens, num_value_heads, num_tiles, TILE),
-            (v_token, v_head, v_tile, 1),
-            variant.dtype,
-        ),
-        g: T.Tensor((num_tokens, num_value_heads), "float32"),
-        beta: T.Tensor((num_tokens, num_value_heads), "float32"),
-        beta16: T.Tensor((narrow_tokens, num_value_heads), variant.dtype),
+        k: strided("k", "token head", (num_tokens, num_heads, size), dtype),
+        v: strided("v", "token head tile", (*value_rows, num_tiles, TILE), dtype),
+        g: T.Tensor(value_rows, "float32"),
+        beta: T.Tensor(value_rows, "float32"),
+        beta16: T.Tensor((narrow_tokens, num_value_heads), dtype),
         growth: T.Tensor((grown_tokens, num_value_heads), "float32"),
-        A: T.Tensor((saved_tokens, num_value_heads, CHUNK), variant.dtype),
+        A: T.Tensor((saved_tokens, num_value_heads, CHUNK), dtype),
         bounds: T.Tensor((num_bounds,), "int32"),
         starts_of: T.Tensor((num_bounds,), "int32"),
         ends_of: T.Tensor((num_bounds,), "int32"),
         heads: T.Tensor((num_value_heads,), "int32"),
-        h0: T.StridedTensor((num_h0, num_value_heads, K, V), (h0_n, h0_h, h0_k, h0_v), "float32"),
+        h0: strided("h0", "n h k v", (num_h0, num_value_heads, K, V), "float32"),
         starts: T.Tensor((capacity, num_value_heads, V, K), "float32"),
         maps: T.Tensor((capacity, num_value_heads, 2, K, K), "bfloat16"),
         cold: T.Tensor((capacity, num_value_heads), "int32"),
@@ -182,102 +167,72 @@ def build(variant: Variant):
         ):
             T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
             T.import_source((GATED_TILES if variant.solves else "") + SOURCE)
-            s_k = T.alloc_shared((rings["rows"], CHUNK, K), variant.dtype)
-            s_v = T.alloc_shared((rings["rows"], CHUNK, TILE), variant.dtype)
-            s_a = T.alloc_shared(
-                (rings["a" if variant.solves else "rows"], CHUNK, CHUNK), variant.dtype
-            )
-            s_gate = T.alloc_shared((rings["gate"], GATE_ROWS, CHUNK), "float32")
-            s_sum = T.alloc_shared((warps,), "float32")
-            T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in (s_v, s_a)})
-            rows_full = T.alloc_barrier([plan.arrivals("rows_full")] * rings["rows"])
-            rows_free = T.alloc_barrier([plan.arrivals("rows_free")] * rings["rows"])
-            gate_full = T.alloc_barrier([plan.arrivals("gate_full")] * rings["gate"])
-            gate_free = T.alloc_barrier([plan.arrivals("gate_free")] * rings["gate"])
-            tail_full = T.alloc_barrier([plan.arrivals("tail_full")])
-            rows = Ring(rows_full, rows_free, rings["rows"])
-            gates = Ring(gate_full, gate_free, rings["gate"])
-            a_ring = None
-            if variant.solves:
-                s_l = T.alloc_shared((SCRATCH_BYTES // 4,), "float32")
-                a_full = T.alloc_barrier([plan.arrivals("a_full")] * rings["a"])
-                a_free = T.alloc_barrier([plan.arrivals("a_free")] * rings["a"])
-                a_ring = Ring(a_full, a_free, rings["a"])
-
-            n, kh, hv = (T.alloc_var("int32") for _ in range(3))
-            column, of_map = T.alloc_var("int32"), T.alloc_var("int32")
-            begin, length, num_chunks = (T.alloc_var("int32") for _ in range(3))
-            warm, has_start = T.alloc_var("int32"), T.alloc_var("int32")
-            is_cold = T.alloc_var("int32")
+            s, ring = tiles(plan), rings(plan)
+            item = Variables("n kh hv column of_map begin length num_chunks warm has_start is_cold")
             if early == 0:
                 await_previous()
-            hv = heads[place]
-            kh = hv // (num_value_heads // num_heads)
-            of_map = 0
-            column = i_slice * TILE
+            item["hv"] = heads[place]
+            item["kh"] = item.hv // (num_value_heads // num_heads)
+            item["of_map"] = 0
+            item["column"] = i_slice * TILE
             if i_slice >= num_tiles:
-                of_map = 1
-                column = (i_slice - num_tiles) * TILE
-            n = starts_of[p]
-            sequence_span(bounds, p, num_tokens, begin, length)
-            num_chunks = 0
-            is_cold = -1  # another CTA decides
-            warm = 0
-            has_start = 0
-            if (ends_of[p] < 0) & ((of_map == 0) | (n < 0)):  # a first segment needs no M
-                num_chunks = T.ceildiv(length, CHUNK)
+                item["of_map"] = 1
+                item["column"] = (i_slice - num_tiles) * TILE
+            item["n"] = starts_of[p]
+            sequence_span(bounds, p, num_tokens, item.begin, item.length)
+            item["num_chunks"] = 0
+            item["is_cold"] = -1  # another CTA decides
+            item["warm"] = 0
+            item["has_start"] = 0
+            # a first segment needs no M
+            if (ends_of[p] < 0) & ((item.of_map == 0) | (item.n < 0)):
+                item["num_chunks"] = T.ceildiv(item.length, CHUNK)
             tx = T.get_thread_binding()
+            gates = RawGates(g, beta, beta16, beta_is_16, g)
             if (early != 0) & (grows != 0):  # growth comes from the kernel before
                 await_previous()
-            if num_chunks > 0:
-                warm = warm_chunks(  # 1
-                    K, k, g, growth, grows, beta, beta16, beta_is_16, s_sum, begin, length,
-                    kh, hv, limit, at_end=True, cumulated=not variant.solves,
+            if item.num_chunks > 0:
+                item["warm"] = warm_chunks(  # 1
+                    K, k, gates, growth, grows, s.sum, item, limit,
+                    at_end=True, cumulated=not variant.solves,
                 )  # fmt: skip
-                if warm > 0:
-                    begin += (num_chunks - warm) * CHUNK
-                    length -= (num_chunks - warm) * CHUNK
-                    num_chunks = warm
-                elif n >= 0:
-                    has_start = has_h0
+                if item.warm > 0:
+                    item["begin"] += (item.num_chunks - item.warm) * CHUNK
+                    item["length"] -= (item.num_chunks - item.warm) * CHUNK
+                    item["num_chunks"] = item.warm
+                elif item.n >= 0:
+                    item["has_start"] = has_h0
                 if i_slice == 0:
-                    is_cold = T.if_then_else((warm == 0) & (n < 0), 1, 0)
-                if (of_map != 0) & (warm > 0):
-                    num_chunks = 0  # a warm segment needs no M either
+                    item["is_cold"] = T.if_then_else((item.warm == 0) & (item.n < 0), 1, 0)
+                if (item.of_map != 0) & (item.warm > 0):
+                    item["num_chunks"] = 0  # a warm segment needs no M either
 
             if tx < plan.end("state"):
                 T.set_max_nreg(plan.role("state").regs, 1)
-                columns(
-                    K, variant.dtype, h0, starts, maps, s_k, s_v, s_a, s_gate, rows, gates, a_ring,
-                    num_chunks, p, n, hv, column, of_map, has_start,
-                )  # fmt: skip
-            elif tx < plan.start("load"):  # no thread if A is given
-                if variant.solves:
-                    T.set_max_nreg(plan.role("solve").regs, 0)
-                    solve(
-                        s_k, s_gate, s_l, s_a, rows, gates, a_ring, NamedBarrier(plan, "solve"),
-                        num_chunks, plan.start("solve"),
-                    )  # fmt: skip
+                columns(variant, s, ring, h0, starts, maps, p, item)
+            elif variant.solves and tx < plan.end("solve"):
+                T.set_max_nreg(plan.role("solve").regs, 0)
+                meet = NamedBarrier(plan, "solve")
+                solve(s, ring, meet, item.num_chunks, plan.start("solve"))
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
-                where = (begin, length, num_chunks)
                 if tx < plan.end("load"):
                     if (early != 0) & (grows == 0):  # A comes from the kernel before
                         await_previous()
-                    if (is_cold >= 0) & (tx == plan.start("load")):
-                        cold[p, hv] = is_cold
-                    always = [Rows(k, (kh,), s_k)]
+                    if (item.is_cold >= 0) & (tx == plan.start("load")):
+                        cold[p, item.hv] = item.is_cold
+                    always = [Rows(k, (item.kh,), s.k)]
                     if not variant.solves:
-                        always.append(Rows(A, (hv,), s_a))
-                    if of_map == 0:
-                        values = Rows(v, (hv, i_slice), s_v)
-                        load([values, *always], rows, tail_full, *where, False)
+                        always.append(Rows(A, (item.hv,), s.a))
+                    if item.of_map == 0:
+                        values = Rows(v, (item.hv, i_slice), s.v)
+                        load([values, *always], ring.rows, ring.tail, item, False)
                     else:
-                        load(always, rows, tail_full, *where, False)
+                        load(always, ring.rows, ring.tail, item, False)
                 elif tx < plan.end("gate"):
                     if variant.solves:
-                        raw_gate(g, beta, beta16, beta_is_16, g, s_gate, gates, *where, hv, 1.0, 0)
+                        raw_gate(gates, s.gate, ring.gate, item, 1.0)
                     else:
-                        gate(g, beta, s_gate, gates, *where, hv, False, None)
+                        gate(g, beta, s.gate, ring.gate, item, False, None)
 
     return segment_map

@@ -32,16 +32,26 @@ is dstate_chain's chain, in the same units.
 from typing import NamedTuple
 
 import qla_kernels.tile.language as T
-from qla_kernels.gdn.kernels.chain.cumulated import gate, load, score
+from qla_kernels.gdn.kernels.chain.cumulated import (
+    gate,
+    gate_role,
+    load,
+    load_role,
+    score,
+    score_role,
+)
+from qla_kernels.gdn.kernels.chain.forward import RawGates
 from qla_kernels.gdn.kernels.chain.gated_tiles import SOURCE as GATED_TILES
 from qla_kernels.gdn.kernels.chain.layout import GATE_ROWS, TILE, Rows
 from qla_kernels.gdn.kernels.chain.window import SOURCE, gradient_columns, warm_chunks
 from qla_kernels.gdn.kernels.tables import sequence_span
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.dependent import await_previous
-from qla_kernels.tile.language import make_full_bank_swizzled_layout
-from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.record import Variables
+from qla_kernels.tile.rings import rings
+from qla_kernels.tile.schedule import Role, Schedule, Tile, free, full
+from qla_kernels.tile.strided import strided
+from qla_kernels.tile.tiles import tiles
 
 
 class Variant(NamedTuple):
@@ -58,89 +68,60 @@ PASS_CONFIGS = {
     "tl.disable_shared_memory_reuse": True,  # copies are under way while a slow warp reads s_sum
 }
 
-BACKWARD_RINGS = {"rows": 3, "gate": 4, "p": 2}
-CTA_WARPS = 12
-
 
 def schedule(variant: Variant) -> Schedule:
+    K, dtype = variant.K, variant.dtype
+    slots = {"rows": 3, "gate": 4, "p": 2}
     return Schedule(
         roles=(
             Role(
                 "state",
                 warps=4,
                 regs=240,
-                waits=("rows_full", "gate_full", "p_full"),
-                signals=("rows_free", "gate_free", "p_free"),
+                waits=full("rows", "gate", "p"),
+                signals=free("rows", "gate", "p"),
                 computes="dS, dV', Y; b' out",
                 uses=("wgmma",),
             ),
-            Role(
-                "score",
-                warps=4,
-                regs=120,
-                waits=("rows_full", "gate_full", "p_free"),
-                signals=("rows_free", "gate_free", "p_full"),
-                computes="P",
-                uses=("wgmma",),
-            ),
-            Role(
-                "load",
-                warps=1,
-                regs=40,
-                waits=("rows_free", "tail_full"),
-                signals=("rows_full", "tail_full"),
-                computes="q, k, dO, A",
-                uses=("tma_load",),
-            ),
-            Role(
-                "gate",
-                warps=1,
-                regs=40,
-                waits=("gate_free",),
-                signals=("gate_full",),
-                computes="gamma and its exponentials, beta",
-            ),
+            score_role(120, "rows"),
+            load_role(40, "q, k, dO, A", "rows"),
+            gate_role(40, "gamma and its exponentials, beta"),
             Role("spare", warps=2, regs=40, computes="fills the warpgroup"),
         ),
-        rings=BACKWARD_RINGS,
-        # q, k, dO, A; P; gates; sums; barriers and alignment
-        smem_bytes=BACKWARD_RINGS["rows"] * CHUNK * (2 * variant.K + TILE + CHUNK) * 2
-        + BACKWARD_RINGS["p"] * CHUNK * CHUNK * 2
-        + BACKWARD_RINGS["gate"] * GATE_ROWS * CHUNK * 4
-        + CTA_WARPS * 4
-        + 1024,
+        rings=slots,
+        tiles={
+            "k": Tile((slots["rows"], CHUNK, K), dtype),
+            "q": Tile((slots["rows"], CHUNK, K), dtype),
+            "do": Tile((slots["rows"], CHUNK, TILE), dtype, swizzled=True),
+            "a": Tile((slots["rows"], CHUNK, CHUNK), dtype),
+            "p": Tile((slots["p"], CHUNK, CHUNK), dtype, swizzled=True),
+            "gate": Tile((slots["gate"], GATE_ROWS, CHUNK), "float32"),
+            "sum": Tile((12,), "float32"),  # a number a warp
+        },
     )
 
 
 def build(variant: Variant):
     plan = schedule(variant)
-    K = variant.K
+    K, dtype = variant.K, variant.dtype
     num_tokens, num_heads, num_value_heads = T.dynamic("num_tokens, num_heads, num_value_heads")
     V, num_tiles, capacity = T.dynamic("V, num_tiles, capacity")
     num_dht, num_bounds, size = T.dynamic("num_dht, num_bounds, size")
-    q_token, q_head, k_token, k_head = T.dynamic("q_token, q_head, k_token, k_head")
-    do_token, do_head, do_tile = T.dynamic("do_token, do_head, do_tile")
-    dht_n, dht_h, dht_k, dht_v = T.dynamic("dht_n, dht_h, dht_k, dht_v")
+    rows, value_rows = (num_tokens, num_heads, size), (num_tokens, num_value_heads)
 
     @T.prim_func
     def segment_map_bwd(
-        q: T.StridedTensor((num_tokens, num_heads, size), (q_token, q_head, 1), variant.dtype),
-        k: T.StridedTensor((num_tokens, num_heads, size), (k_token, k_head, 1), variant.dtype),
-        do: T.StridedTensor(
-            (num_tokens, num_value_heads, num_tiles, TILE),
-            (do_token, do_head, do_tile, 1),
-            variant.dtype,
-        ),
-        g_cum: T.Tensor((num_tokens, num_value_heads), "float32"),
-        beta: T.Tensor((num_tokens, num_value_heads), "float32"),
-        A: T.Tensor((num_tokens, num_value_heads, CHUNK), variant.dtype),
+        q: strided("q", "token head", rows, dtype),
+        k: strided("k", "token head", rows, dtype),
+        do: strided("do", "token head tile", (*value_rows, num_tiles, TILE), dtype),
+        g_cum: T.Tensor(value_rows, "float32"),
+        beta: T.Tensor(value_rows, "float32"),
+        A: T.Tensor((*value_rows, CHUNK), dtype),
         bounds: T.Tensor((num_bounds,), "int32"),
         starts_of: T.Tensor((num_bounds,), "int32"),
         ends_of: T.Tensor((num_bounds,), "int32"),
         heads: T.Tensor((num_value_heads,), "int32"),
-        dht: T.StridedTensor(
-            (num_dht, num_value_heads, K, V), (dht_n, dht_h, dht_k, dht_v), "float32"
-        ),
+        dht: strided("dht", "n h k v", (num_dht, num_value_heads, K, V), "float32"),
         ends: T.Tensor((capacity, num_value_heads, V, K), "float32"),
         scale: T.float32,
         limit: T.float32,
@@ -148,85 +129,54 @@ def build(variant: Variant):
     ):
         with T.Kernel(capacity * num_value_heads * num_tiles, threads=plan.threads) as block:
             T.import_source(GATED_TILES + SOURCE)
-            s_k = T.alloc_shared((BACKWARD_RINGS["rows"], CHUNK, K), variant.dtype)
-            s_q = T.alloc_shared((BACKWARD_RINGS["rows"], CHUNK, K), variant.dtype)
-            s_do = T.alloc_shared((BACKWARD_RINGS["rows"], CHUNK, TILE), variant.dtype)
-            s_a = T.alloc_shared((BACKWARD_RINGS["rows"], CHUNK, CHUNK), variant.dtype)
-            s_p = T.alloc_shared((BACKWARD_RINGS["p"], CHUNK, CHUNK), variant.dtype)
-            s_gate = T.alloc_shared((BACKWARD_RINGS["gate"], GATE_ROWS, CHUNK), "float32")
-            s_sum = T.alloc_shared((CTA_WARPS,), "float32")
-            T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in (s_do, s_p)})
-            rows_full = T.alloc_barrier([plan.arrivals("rows_full")] * BACKWARD_RINGS["rows"])
-            rows_free = T.alloc_barrier([plan.arrivals("rows_free")] * BACKWARD_RINGS["rows"])
-            gate_full = T.alloc_barrier([plan.arrivals("gate_full")] * BACKWARD_RINGS["gate"])
-            gate_free = T.alloc_barrier([plan.arrivals("gate_free")] * BACKWARD_RINGS["gate"])
-            p_full = T.alloc_barrier([plan.arrivals("p_full")] * BACKWARD_RINGS["p"])
-            p_free = T.alloc_barrier([plan.arrivals("p_free")] * BACKWARD_RINGS["p"])
-            tail_full = T.alloc_barrier([plan.arrivals("tail_full")])
-            rows = Ring(rows_full, rows_free, BACKWARD_RINGS["rows"])
-            gates = Ring(gate_full, gate_free, BACKWARD_RINGS["gate"])
-            p_ring = Ring(p_full, p_free, BACKWARD_RINGS["p"])
-
-            p, n, kh, hv = (T.alloc_var("int32") for _ in range(4))
-            i_tile, column, has_end = (T.alloc_var("int32") for _ in range(3))
-            begin, length, num_chunks = (T.alloc_var("int32") for _ in range(3))
-            warm = T.alloc_var("int32")
+            s, ring = tiles(plan), rings(plan)
+            item = Variables(
+                "p n kh hv i_tile column has_end begin length num_chunks warm", unit="float32"
+            )
             await_previous()
-            i_tile = block % num_tiles
-            column = i_tile * TILE
-            hv = heads[block // num_tiles // capacity]
-            p = block // num_tiles % capacity
-            kh = hv // (num_value_heads // num_heads)
-            n = ends_of[p]
-            sequence_span(bounds, p, num_tokens, begin, length)
-            if starts_of[p] >= 0:
-                length = 0
-            has_end = 0
+            item["i_tile"] = block % num_tiles
+            item["column"] = item.i_tile * TILE
+            item["hv"] = heads[block // num_tiles // capacity]
+            item["p"] = block // num_tiles % capacity
+            item["kh"] = item.hv // (num_value_heads // num_heads)
+            item["n"] = ends_of[item.p]
+            sequence_span(bounds, item.p, num_tokens, item.begin, item.length)
+            if starts_of[item.p] >= 0:
+                item["length"] = 0
+            item["has_end"] = 0
             tx = T.get_thread_binding()
-            if length > 0:
-                warm = warm_chunks(  # 1
-                    K, k, g_cum, None, 0, beta, None, 0, s_sum, begin, length, kh, hv, limit,
-                    at_end=False, cumulated=True,
-                )  # fmt: skip
-                if warm > 0:
-                    length = T.min(length, warm * CHUNK)
-                elif n >= 0:
-                    has_end = has_dht
-            num_chunks = T.ceildiv(length, CHUNK)
-            unit = T.alloc_var("float32")  # as in dstate_chain
-            unit = 1
-            if variant.dtype == "bfloat16":
+            if item.length > 0:
+                gates = RawGates(g_cum, beta, None, 0, g_cum)
+                item["warm"] = warm_chunks(  # 1
+                    K, k, gates, None, 0, s.sum, item, limit, at_end=False, cumulated=True
+                )
+                if item.warm > 0:
+                    item["length"] = T.min(item.length, item.warm * CHUNK)
+                elif item.n >= 0:
+                    item["has_end"] = has_dht
+            item["num_chunks"] = T.ceildiv(item.length, CHUNK)
+            item["unit"] = 1  # as in dstate_chain
+            if dtype == "bfloat16":
                 if scale != 0:
-                    unit = scale
+                    item["unit"] = scale
 
             if tx < plan.end("state"):
                 T.set_max_nreg(plan.role("state").regs, 1)
-                gradient_columns(
-                    K, variant.dtype, dht, ends, s_q, s_k, s_do, s_a, s_p, s_gate, rows, gates,
-                    p_ring, num_chunks, p, n, hv, column, has_end, unit,
-                )  # fmt: skip
+                gradient_columns(variant, s, ring, dht, ends, item)
             elif tx < plan.end("score"):
                 T.set_max_nreg(plan.role("score").regs, 0)
-                score(
-                    s_q, s_k, s_gate, s_p, rows, gates, p_ring, num_chunks, scale / unit,
-                    plan.start("score"),
-                )  # fmt: skip
+                score(s, ring, item.num_chunks, scale / item.unit, plan.start("score"))
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if tx < plan.end("load"):
-                    load(
-                        [
-                            Rows(k, (kh,), s_k),
-                            Rows(q, (kh,), s_q),
-                            Rows(do, (hv, i_tile), s_do),
-                            Rows(A, (hv,), s_a),
-                        ],
-                        rows, tail_full, begin, length, num_chunks, True,
-                    )  # fmt: skip
+                    loaded = [
+                        Rows(k, (item.kh,), s.k),
+                        Rows(q, (item.kh,), s.q),
+                        Rows(do, (item.hv, item.i_tile), s.do),
+                        Rows(A, (item.hv,), s.a),
+                    ]
+                    load(loaded, ring.rows, ring.tail, item, True)
                 elif tx < plan.end("gate"):
-                    gate(
-                        g_cum, beta, s_gate, gates, begin, length, num_chunks, hv, True,
-                        scale / unit,
-                    )  # fmt: skip
+                    gate(g_cum, beta, s.gate, ring.gate, item, True, scale)
 
     return segment_map_bwd

@@ -45,12 +45,17 @@ from typing import NamedTuple
 
 import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.chain.cumulated import (
+    SEQUENCE,
     SOURCE,
+    find_sequence,
     gate,
-    longest_first,
+    gate_role,
+    load_role,
     put_state,
+    score_role,
     stage,
     store,
+    store_role,
 )
 from qla_kernels.gdn.kernels.chain.gated_tiles import SOURCE as GATED_TILES
 from qla_kernels.gdn.kernels.chain.halves import (
@@ -70,17 +75,20 @@ from qla_kernels.gdn.kernels.chain.layout import (
     TILE,
     D,
     Rows,
+    StateRows,
     accumulator_layout,
+    find_row,
     load_transposed,
 )
 from qla_kernels.gdn.kernels.chain.reverse import ChunkGradients, load, score
 from qla_kernels.gdn.kernels.dstate_chain import EXACT
-from qla_kernels.gdn.kernels.tables import read_span
 from qla_kernels.tile.constants import CHUNK
-from qla_kernels.tile.language import make_full_bank_swizzled_layout
 from qla_kernels.tile.named_barriers import NamedBarrier
-from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.record import Variables
+from qla_kernels.tile.rings import rings
+from qla_kernels.tile.schedule import Role, Schedule, Tile, free, full
+from qla_kernels.tile.strided import strided
+from qla_kernels.tile.tiles import tiles
 
 
 class Variant(NamedTuple):
@@ -113,10 +121,9 @@ def slots(variant: Variant) -> dict[str, int]:
 
 
 def schedule(variant: Variant) -> Schedule:
-    sizes, states = slots(variant), variant.states
+    sizes, states, K, dtype = slots(variant), variant.states, variant.K, variant.dtype
     state_regs, score_regs, load_regs = (208, 64, 32) if variant.states == 2 else (240, 120, 40)
-    loaded_full = ("q_full", "k_full", "rows_full")
-    loaded_free = ("q_free", "k_free", "rows_free")
+    staged = [f"ds{w}" for w in range(states)]
     return Schedule(
         roles=(
             *(
@@ -124,69 +131,40 @@ def schedule(variant: Variant) -> Schedule:
                     f"state{w}",
                     warps=4,
                     regs=state_regs,
-                    waits=(*loaded_full, "gate_full", "p_full", f"ds{w}_free", "y_free"),
-                    signals=(*loaded_free, "gate_free", "p_free", f"ds{w}_full", "y_full"),
+                    waits=(*full("q", "k", "rows", "gate", "p"), f"ds{w}_free", "y_free"),
+                    signals=(*free("q", "k", "rows", "gate", "p"), f"ds{w}_full", "y_full"),
                     computes=f"dS of K {HALF * w} to {HALF * w + HALF - 1}, dV', Y",
                     uses=("wgmma",),
                 )
                 for w in range(states)
             ),
-            Role(
-                "score",
-                warps=4,
-                regs=score_regs,
-                waits=("q_full", "k_full", "gate_full", "p_free"),
-                signals=("q_free", "k_free", "gate_free", "p_full"),
-                computes="P",
-                uses=("wgmma",),
-            ),
-            Role(
-                "load",
-                warps=1,
-                regs=load_regs,
-                waits=(*loaded_free, "tail_full"),
-                signals=(*loaded_full, "tail_full"),
-                computes="q, k, dO, A",
-                uses=("tma_load",),
-            ),
-            Role(
-                "gate",
-                warps=1,
-                regs=load_regs,
-                waits=("gate_free",),
-                signals=("gate_full",),
-                computes="gamma and its exponentials, beta",
-            ),
-            Role(
-                "store",
-                warps=1,
-                regs=load_regs,
-                waits=(*(f"ds{w}_full" for w in range(states)), "y_full"),
-                signals=(*(f"ds{w}_free" for w in range(states)), "y_free"),
-                computes="dS, Y and dV out",
-                uses=("tma_store",),
-            ),
+            score_role(score_regs, "q", "k"),
+            load_role(load_regs, "q, k, dO, A", "q", "k", "rows"),
+            gate_role(load_regs, "gamma and its exponentials, beta"),
+            store_role(load_regs, "dS, Y and dV out", *staged, "y"),
             Role("spare", warps=1, regs=load_regs, computes="fills the warpgroup"),
         ),
         rings=sizes,
         named={"meet": meeting(states)},
-        # q, k; dO, A; P; staged dS; staged Y and dV, and summands; gates; barriers and alignment
-        smem_bytes=(sizes["q"] + sizes["k"]) * CHUNK * variant.K * 2
-        + sizes["rows"] * CHUNK * (TILE + CHUNK) * 2
-        + sizes["p"] * CHUNK * CHUNK * 2
-        + TILE * variant.K * 2
-        + 2 * CHUNK * TILE * 2
-        + sizes["gate"] * GATE_ROWS * CHUNK * 4
-        + 1024,
+        tiles={
+            "k": Tile((sizes["k"], CHUNK, K), dtype, swizzled=True),
+            "q": Tile((sizes["q"], CHUNK, K), dtype, swizzled=True),
+            "do": Tile((sizes["rows"], CHUNK, TILE), dtype, swizzled=True),
+            "a": Tile((sizes["rows"], CHUNK, CHUNK), dtype, swizzled=True),
+            "p": Tile((sizes["p"], CHUNK, CHUNK), dtype, swizzled=True),
+            "y": Tile((sizes["y"], CHUNK, TILE), dtype, swizzled=True),
+            "dv": Tile((sizes["y"], CHUNK, TILE), dtype, swizzled=True),
+            **dict.fromkeys(staged, Tile((1, TILE, HALF), dtype, swizzled=True)),
+            "gate": Tile((sizes["gate"], GATE_ROWS, CHUNK), "float32"),
+        },
     )
 
 
 @T.macro
-def state(
-    w, states, dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds, s_dv, s_y,
-    q_ring, k_ring, rows, gate_ring, p_ring, ds_ring, y_ring, meet, num_chunks, n, hv, v0, has_dht,
-    has_dh0, unit, ends_of,
-):  # fmt: skip
+def state(w, variant, s, ring, meet, enters, leaves, item):
+    """Walks a sequence's chunks; `enters` and `leaves` are the rows of its first and last dS."""
+    states, dtype = variant.states, variant.dtype
+    num_chunks, n, hv, v0, unit = item.num_chunks, item.n, item.hv, item.v0, item.unit
     r_ds = T.alloc_fragment((TILE, HALF), "float32")  # dS_w^T: stays here from last to first chunk
     r_ds16 = T.alloc_fragment((TILE, HALF), dtype)
     r_staged = T.alloc_fragment((TILE, HALF), dtype)
@@ -202,237 +180,155 @@ def state(
     T.annotate_layout({r_dot: accumulator_layout(TILE, CHUNK)})
     k0 = w * HALF
     i0 = w * (CHUNK // states)
-    end = T.alloc_var("int32")  # row of dht
-    end = -1
-    if has_dht == 1:
-        end = n
-    if has_dht == 2:
-        end = ends_of[n]  # the row of this node's end, if it has a gradient
+    end = T.alloc_var("int32")
+    find_row(enters, n, end)
     if end >= 0:
         for r, c in T.Parallel(TILE, HALF):
-            r_ds[r, c] = dht[end, hv, k0 + c, v0 + r] / unit
+            r_ds[r, c] = enters.tensor[end, hv, k0 + c, v0 + r] / unit
     else:
         T.clear(r_ds)
     T.copy(r_ds, r_ds16)
     for step in T.serial(num_chunks):
-        slot = rows.slot(step)  # also of q and k
-        gate_slot = gate_ring.slot(step)
-        k_ring.wait(step)
+        slot = ring.rows.slot(step)  # also of q and k
+        gate_slot = ring.gate.slot(step)
+        ring.k.wait(step)
         T.wgmma_gemm(  # 4
-            r_ds16, s_k[slot, :, k0 : k0 + HALF], r_x, transpose_B=True, clear_accum=True
+            r_ds16, s.k[slot, :, k0 : k0 + HALF], r_x, transpose_B=True, clear_accum=True
         )
-        rows.wait(step)
-        p_ring.wait(step)
+        ring.rows.wait(step)
+        ring.p.wait(step)
         T.wgmma_gemm(
-            s_do[slot, i0 : i0 + CHUNK // states, :],
-            s_p[p_ring.slot(step), i0 : i0 + CHUNK // states, :],
+            s.do[slot, i0 : i0 + CHUNK // states, :],
+            s.p[ring.p.slot(step), i0 : i0 + CHUNK // states, :],
             r_d,
             transpose_A=True,
             clear_accum=True,
         )
-        gate_ring.wait(step)
+        ring.gate.wait(step)
         for r, c in T.Parallel(TILE, HALF):
             r_staged[r, c] = r_ds[r, c] * unit
-        stage(r_staged, s_ds, ds_ring, step, HALF)
+        stage(r_staged, s[f"ds{w}"], ring[f"ds{w}"], step, HALF)
         for r, c in T.Parallel(TILE, HALF):
-            r_ds[r, c] *= s_gate[gate_slot, LAST, 0]
+            r_ds[r, c] *= s.gate[gate_slot, LAST, 0]
         T.wait_wgmma(0)
-        p_ring.release(step)
+        ring.p.release(step)
         for r, c in T.Parallel(TILE, CHUNK):
-            r_x[r, c] = s_gate[gate_slot, D, c] * r_x[r, c] + r_d[r, c]
-        y_ring.acquire(step)  # Y and dV of the chunk before have been sent
+            r_x[r, c] = s.gate[gate_slot, D, c] * r_x[r, c] + r_d[r, c]
+        ring.y.acquire(step)  # Y and dV of the chunk before have been sent
         if states == 2:
-            sum_half(r_x, s_dv, s_y, w, meet)  # 5
+            sum_half(r_x, s.dv, s.y, w, meet)  # 5
         T.copy(r_x, r_dn16)
         if states == 2:
-            share_half(r_dn16, s_dv, w, meet)
-        T.wgmma_gemm(r_dn16, s_a[slot, :, :], r_y, clear_accum=True)  # 6
-        load_transposed(s_do, slot, 0, r_dot)
+            share_half(r_dn16, s.dv, w, meet)
+        T.wgmma_gemm(r_dn16, s.a[slot, :, :], r_y, clear_accum=True)  # 6
+        load_transposed(s.do, slot, 0, r_dot)
         for r, c in T.Parallel(TILE, CHUNK):
-            r_do16[r, c] = s_gate[gate_slot, SCALE_E, c] * r_dot[c, r]
-        q_ring.wait(step)
-        T.wgmma_gemm(r_do16, s_q[slot, :, k0 : k0 + HALF], r_ds)  # 7
+            r_do16[r, c] = s.gate[gate_slot, SCALE_E, c] * r_dot[c, r]
+        ring.q.wait(step)
+        T.wgmma_gemm(r_do16, s.q[slot, :, k0 : k0 + HALF], r_ds)  # 7
         T.wait_wgmma(1)  # Y is ready, dO'^T Q in flight
-        rows.release(step)
+        ring.rows.release(step)
         for r, c in T.Parallel(TILE, CHUNK):
-            r_du16[r, c] = -s_gate[gate_slot, BETA_E, c] * r_y[r, c]
-        T.wgmma_gemm(r_du16, s_k[slot, :, k0 : k0 + HALF], r_ds)
+            r_du16[r, c] = -s.gate[gate_slot, BETA_E, c] * r_y[r, c]
+        T.wgmma_gemm(r_du16, s.k[slot, :, k0 : k0 + HALF], r_ds)
         for r, c in T.Parallel(TILE, CHUNK):
             r_y16[r, c] = r_y[r, c] * unit
-        stage_half_transposed(r_y16, s_y, w)
+        stage_half_transposed(r_y16, s.y, w)
         if states == 1:
-            stage_half_transposed(r_y16, s_y, 1)
+            stage_half_transposed(r_y16, s.y, 1)
         for r, c in T.Parallel(TILE, CHUNK):
-            r_dv16[r, c] = r_y[r, c] * unit * s_gate[gate_slot, BETA, c]
-        stage_half_transposed(r_dv16, s_dv, w)
+            r_dv16[r, c] = r_y[r, c] * unit * s.gate[gate_slot, BETA, c]
+        stage_half_transposed(r_dv16, s.dv, w)
         if states == 1:
-            stage_half_transposed(r_dv16, s_dv, 1)
-        y_ring.commit(step)
-        gate_ring.release(step)
+            stage_half_transposed(r_dv16, s.dv, 1)
+        ring.y.commit(step)
+        ring.gate.release(step)
         T.wait_wgmma(1)
-        q_ring.release(step)
+        ring.q.release(step)
         T.wait_wgmma(0)
-        k_ring.release(step)
+        ring.k.release(step)
         if step >= num_chunks - EXACT:  # 9
-            load_transposed(s_do, slot, 0, r_dot)
+            load_transposed(s.do, slot, 0, r_dot)
             for r, c in T.Parallel(TILE, CHUNK):
-                r_x[r, c] = s_gate[gate_slot, SCALE_E, c] * r_dot[c, r]
+                r_x[r, c] = s.gate[gate_slot, SCALE_E, c] * r_dot[c, r]
             T.copy(r_x, r_dn16)
             for r, c in T.Parallel(TILE, CHUNK):
                 r_do16[r, c] = r_x[r, c] - r_dn16[r, c]
-            T.wgmma_gemm(r_do16, s_q[slot, :, k0 : k0 + HALF], r_ds)
+            T.wgmma_gemm(r_do16, s.q[slot, :, k0 : k0 + HALF], r_ds)
             T.wait_wgmma(0)
         T.copy(r_ds, r_ds16)
-    if has_dh0 != 0:
+    if leaves.has != 0:
         for r, c in T.Parallel(TILE, HALF):
             r_ds[r, c] *= unit
-        put_state(r_ds, dh0, n, hv, v0, HALF, k0)
+        put_state(r_ds, leaves.tensor, n, hv, v0, HALF, k0)
 
 
 def build(variant: Variant):
-    plan, sizes, K, states = schedule(variant), slots(variant), variant.K, variant.states
+    plan, K, dtype, states = schedule(variant), variant.K, variant.dtype, variant.states
     num_tokens, num_heads, num_value_heads = T.dynamic("num_tokens, num_heads, num_value_heads")
     V, num_tiles, num_sequences = T.dynamic("V, num_tiles, num_sequences")
     num_slots, num_dht, num_dh0 = T.dynamic("num_slots, num_dht, num_dh0")
-    span_step, num_ends, num_firsts = T.dynamic("span_step, num_ends, num_firsts")
+    num_ends, num_firsts = T.dynamic("num_ends, num_firsts")
     size = K if K == 256 else T.dynamic("size")
-    q_token, q_head, k_token, k_head = T.dynamic("q_token, q_head, k_token, k_head")
-    do_token, do_head, do_tile = T.dynamic("do_token, do_head, do_tile")
-    dht_n, dht_h, dht_k, dht_v = T.dynamic("dht_n, dht_h, dht_k, dht_v")
-    dh0_n, dh0_h, dh0_k, dh0_v = T.dynamic("dh0_n, dh0_h, dh0_k, dh0_v")
-
-    def tile(*shape: int):
-        return T.alloc_shared(shape, variant.dtype)
-
-    def barrier(name: str):
-        return T.alloc_barrier([plan.arrivals(name)] * plan.slots(name))
+    rows, value_rows = (num_tokens, num_heads, size), (num_tokens, num_value_heads)
 
     @T.prim_func
     def wide_dstate(
-        q: T.StridedTensor((num_tokens, num_heads, size), (q_token, q_head, 1), variant.dtype),
-        k: T.StridedTensor((num_tokens, num_heads, size), (k_token, k_head, 1), variant.dtype),
-        do: T.StridedTensor(
-            (num_tokens, num_value_heads, num_tiles, TILE),
-            (do_token, do_head, do_tile, 1),
-            variant.dtype,
-        ),
-        g_cum: T.Tensor((num_tokens, num_value_heads), "float32"),
-        beta: T.Tensor((num_tokens, num_value_heads), "float32"),
-        A: T.Tensor((num_tokens, num_value_heads, CHUNK), variant.dtype),
-        spans: T.StridedTensor((num_sequences, 2), (span_step, 1), "int32"),
+        q: strided("q", "token head", rows, dtype),
+        k: strided("k", "token head", rows, dtype),
+        do: strided("do", "token head tile", (*value_rows, num_tiles, TILE), dtype),
+        g_cum: T.Tensor(value_rows, "float32"),
+        beta: T.Tensor(value_rows, "float32"),
+        A: T.Tensor((*value_rows, CHUNK), dtype),
+        spans: strided("span", "step", (num_sequences, 2), "int32"),
         first_chunk: T.Tensor((num_firsts,), "int32"),
         ends_of: T.Tensor((num_ends,), "int32"),
-        dht: T.StridedTensor(
-            (num_dht, num_value_heads, K, V), (dht_n, dht_h, dht_k, dht_v), "float32"
-        ),
-        dS: T.Tensor((num_slots, num_value_heads, V, size), variant.dtype),
-        y: T.Tensor((num_slots, num_value_heads, num_tiles, CHUNK, TILE), variant.dtype),
-        dv: T.Tensor((num_tokens, num_value_heads, num_tiles, TILE), variant.dtype),
-        dh0: T.StridedTensor(
-            (num_dh0, num_value_heads, K, V), (dh0_n, dh0_h, dh0_k, dh0_v), "float32"
-        ),
+        dht: strided("dht", "n h k v", (num_dht, num_value_heads, K, V), "float32"),
+        dS: T.Tensor((num_slots, num_value_heads, V, size), dtype),
+        y: T.Tensor((num_slots, num_value_heads, num_tiles, CHUNK, TILE), dtype),
+        dv: T.Tensor((*value_rows, num_tiles, TILE), dtype),
+        dh0: strided("dh0", "n h k v", (num_dh0, num_value_heads, K, V), "float32"),
         scale: T.float32,
         has_dht: T.int32,
         has_dh0: T.int32,
     ):
         with T.Kernel(num_sequences * num_value_heads * num_tiles, threads=plan.threads) as block:
             T.import_source(GATED_TILES + SOURCE + HALVES)
-            s_k, s_q = tile(sizes["k"], CHUNK, K), tile(sizes["q"], CHUNK, K)
-            s_do, s_a = tile(sizes["rows"], CHUNK, TILE), tile(sizes["rows"], CHUNK, CHUNK)
-            s_p = tile(sizes["p"], CHUNK, CHUNK)
-            s_y, s_dv = tile(sizes["y"], CHUNK, TILE), tile(sizes["y"], CHUNK, TILE)
-            s_ds0 = tile(sizes["ds0"], TILE, HALF)
-            s_ds = [s_ds0]
-            if states == 2:
-                s_ds1 = tile(sizes["ds1"], TILE, HALF)
-                s_ds.append(s_ds1)
-            s_gate = T.alloc_shared((sizes["gate"], GATE_ROWS, CHUNK), "float32")
-            swizzled = (s_k, s_q, s_do, s_a, s_p, s_y, s_dv, *s_ds)
-            T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in swizzled})
-            q_full, q_free = barrier("q_full"), barrier("q_free")
-            k_full, k_free = barrier("k_full"), barrier("k_free")
-            rows_full, rows_free = barrier("rows_full"), barrier("rows_free")
-            gate_full, gate_free = barrier("gate_full"), barrier("gate_free")
-            p_full, p_free = barrier("p_full"), barrier("p_free")
-            ds0_full, ds0_free = barrier("ds0_full"), barrier("ds0_free")
-            ds_rings = [Ring(ds0_full, ds0_free, sizes["ds0"])]
-            if states == 2:
-                ds1_full, ds1_free = barrier("ds1_full"), barrier("ds1_free")
-                ds_rings.append(Ring(ds1_full, ds1_free, sizes["ds1"]))
-            y_full, y_free = barrier("y_full"), barrier("y_free")
-            tail_full = barrier("tail_full")
-            q_ring = Ring(q_full, q_free, sizes["q"])
-            k_ring = Ring(k_full, k_free, sizes["k"])
-            rows = Ring(rows_full, rows_free, sizes["rows"])
-            gates = Ring(gate_full, gate_free, sizes["gate"])
-            p_ring = Ring(p_full, p_free, sizes["p"])
-            y_ring = Ring(y_full, y_free, sizes["y"])
-
-            hv, n, kh = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-            begin, length = T.alloc_var("int32"), T.alloc_var("int32")
-            num_chunks = T.alloc_var("int32")
-            i_tile, v0 = T.alloc_var("int32"), T.alloc_var("int32")
-            i_tile = block % num_tiles
-            v0 = i_tile * TILE
-            hv = block // num_tiles % num_value_heads
-            place = T.alloc_local((1,), "int32")
-            longest_first(spans, num_sequences, block // num_tiles // num_value_heads, place)
-            n = T.shfl_sync(place[0], 0)  # so that the compiler sees it is uniform
-            kh = hv // (num_value_heads // num_heads)
-            read_span(spans, n, num_tokens, begin, length)
-            num_chunks = T.ceildiv(length, CHUNK)
-
-            unit = T.alloc_var("float32")
-            unit = 1
-            if variant.dtype == "bfloat16":
-                if (scale != 0) & (num_chunks > 0):  # what only passes stays as it is, bit for bit
-                    unit = scale
+            s, ring = tiles(plan), rings(plan)
+            item = Variables(SEQUENCE, unit="float32")
+            find_sequence(block, spans, g_cum, num_heads, num_tiles, TILE, item)
+            item["unit"] = 1
+            if dtype == "bfloat16":
+                if (scale != 0) & (item.num_chunks > 0):  # what only passes keeps its bits
+                    item["unit"] = scale
 
             meet = NamedBarrier(plan, "meet").id() if states == 2 else None
+            enters, leaves = StateRows(dht, has_dht, ends_of), StateRows(dh0, has_dh0, None)
             tx = T.get_thread_binding()
             if tx < plan.end("state0"):
                 T.set_max_nreg(plan.role("state0").regs, 1)
-                state(
-                    0, states, variant.dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds0,
-                    s_dv, s_y, q_ring, k_ring, rows, gates, p_ring, ds_rings[0], y_ring, meet,
-                    num_chunks, n, hv, v0, has_dht, has_dh0, unit, ends_of,
-                )  # fmt: skip
-            elif tx < plan.start("score"):  # no thread if the CTA has one state warpgroup
-                T.set_max_nreg(plan.role("state0").regs, 1)
-                state(
-                    1, states, variant.dtype, dht, dh0, s_q, s_k, s_do, s_a, s_p, s_gate, s_ds[-1],
-                    s_dv, s_y, q_ring, k_ring, rows, gates, p_ring, ds_rings[-1], y_ring, meet,
-                    num_chunks, n, hv, v0, has_dht, has_dh0, unit, ends_of,
-                )  # fmt: skip
+                state(0, variant, s, ring, meet, enters, leaves, item)
+            elif states == 2 and tx < plan.end("state1"):
+                T.set_max_nreg(plan.role("state1").regs, 1)
+                state(1, variant, s, ring, meet, enters, leaves, item)
             elif tx < plan.end("score"):
                 T.set_max_nreg(plan.role("score").regs, 0)
-                score(
-                    s_q, s_k, s_gate, s_p, q_ring, k_ring, gates, p_ring, num_chunks, scale / unit,
-                    plan.start("score"),
-                )  # fmt: skip
+                score(s, ring, item.num_chunks, scale / item.unit, plan.start("score"))
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if tx < plan.end("load"):
-                    load(
-                        [  # in the order in which slots are released
-                            (rows, [Rows(do, (hv, i_tile), s_do), Rows(A, (hv,), s_a)]),
-                            (q_ring, [Rows(q, (kh,), s_q)]),
-                            (k_ring, [Rows(k, (kh,), s_k)]),
-                        ],
-                        tail_full, begin, length, num_chunks,
-                    )  # fmt: skip
+                    rows_of = Rows(do, (item.hv, item.i_tile), s.do), Rows(A, (item.hv,), s.a)
+                    loads = [  # in the order in which slots are released
+                        (ring.rows, rows_of),
+                        (ring.q, [Rows(q, (item.kh,), s.q)]),
+                        (ring.k, [Rows(k, (item.kh,), s.k)]),
+                    ]
+                    load(loads, ring.tail, item)
                 elif tx < plan.end("gate"):
-                    gate(
-                        g_cum, beta, s_gate, gates, begin, length, num_chunks, hv, True,
-                        scale / unit,
-                    )  # fmt: skip
+                    gate(g_cum, beta, s.gate, ring.gate, item, True, scale)
                 elif tx < plan.end("store"):
-                    store(
-                        ChunkGradients(
-                            dS, y, dv, s_dv, first_chunk[n], begin, length, num_chunks, hv, i_tile,
-                            states,
-                        ),
-                        [*s_ds, s_y], [*ds_rings, y_ring], num_chunks,
-                    )  # fmt: skip
+                    out = ChunkGradients(dS, y, dv, s.dv, first_chunk[item.n], item, states)
+                    staged = [*(f"ds{w}" for w in range(states)), "y"]
+                    store(out, [s[x] for x in staged], [ring[x] for x in staged], item.num_chunks)
 
     return wide_dstate

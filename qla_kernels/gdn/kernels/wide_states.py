@@ -27,12 +27,16 @@ from typing import Any, NamedTuple
 
 import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.chain.cumulated import (
+    SEQUENCE,
     SOURCE,
+    find_sequence,
     gate,
+    gate_role,
     load,
-    longest_first,
+    load_role,
     stage,
     store,
+    store_role,
 )
 from qla_kernels.gdn.kernels.chain.gated_tiles import SOURCE as GATED_TILES
 from qla_kernels.gdn.kernels.chain.halves import (
@@ -51,15 +55,18 @@ from qla_kernels.gdn.kernels.chain.layout import (
     TILE,
     D,
     Rows,
+    StateRows,
     accumulator_layout,
+    find_row,
     load_transposed,
 )
-from qla_kernels.gdn.kernels.tables import read_span
 from qla_kernels.tile.constants import CHUNK
-from qla_kernels.tile.language import make_full_bank_swizzled_layout
 from qla_kernels.tile.named_barriers import NamedBarrier
-from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.record import Variables
+from qla_kernels.tile.rings import rings
+from qla_kernels.tile.schedule import Role, Schedule, Tile, free, full
+from qla_kernels.tile.strided import strided
+from qla_kernels.tile.tiles import tiles
 
 
 class Variant(NamedTuple):
@@ -81,15 +88,21 @@ PASS_CONFIGS = {
 }
 
 
-def slots(variant: Variant) -> dict[str, int]:
-    """Returns the slots of each ring: as many of k, v and A as fit."""
-    if variant.states == 2:
-        return {"rows": 3, "gate": 4, "h0": 1, "h1": 1, "vn": 1}
-    return {"rows": 5, "gate": 4, "h0": 2, "vn": 2}
-
-
 def schedule(variant: Variant) -> Schedule:
-    sizes, states = slots(variant), variant.states
+    states, dtype = variant.states, variant.dtype
+    staged = [f"h{w}" for w in range(states)]
+    slots = {"rows": 3, "gate": 4} if states == 2 else {"rows": 5, "gate": 4}  # as many as fit
+    slots |= dict.fromkeys((*staged, "vn"), 1 if states == 2 else 2)
+    found = {
+        "k": Tile((slots["rows"], CHUNK, variant.K), dtype, swizzled=True),
+        "v": Tile((slots["rows"], CHUNK, TILE), dtype, swizzled=True),
+        "a": Tile((slots["rows"], CHUNK, CHUNK), dtype, swizzled=True),
+        "vn": Tile((slots["vn"], CHUNK, TILE), dtype, swizzled=True),
+    }
+    if states == 2:
+        found["low"] = Tile((1, CHUNK, TILE), dtype)
+    found |= dict.fromkeys(staged, Tile((slots["h0"], TILE, HALF), dtype, swizzled=True))
+    found["gate"] = Tile((slots["gate"], GATE_ROWS, CHUNK), "float32")
     return Schedule(
         roles=(
             *(
@@ -97,49 +110,21 @@ def schedule(variant: Variant) -> Schedule:
                     f"state{w}",
                     warps=4,
                     regs=232,
-                    waits=("rows_full", "gate_full", f"h{w}_free", "vn_free"),
-                    signals=("rows_free", "gate_free", f"h{w}_full", "vn_full"),
+                    waits=(*full("rows", "gate"), f"h{w}_free", "vn_free"),
+                    signals=(*free("rows", "gate"), f"h{w}_full", "vn_full"),
                     computes=f"S of K {HALF * w} to {HALF * w + HALF - 1}, W, V'",
                     uses=("wgmma",),
                 )
                 for w in range(states)
             ),
-            Role(
-                "load",
-                warps=1,
-                regs=40,
-                waits=("rows_free", "tail_full"),
-                signals=("rows_full", "tail_full"),
-                computes="k, v, A",
-                uses=("tma_load",),
-            ),
-            Role(
-                "gate",
-                warps=1,
-                regs=40,
-                waits=("gate_free",),
-                signals=("gate_full",),
-                computes="exponentials of gamma, beta",
-            ),
-            Role(
-                "store",
-                warps=1,
-                regs=40,
-                waits=(*(f"h{w}_full" for w in range(states)), "vn_full"),
-                signals=(*(f"h{w}_free" for w in range(states)), "vn_free"),
-                computes="h and V' out",
-                uses=("tma_store",),
-            ),
+            load_role(40, "k, v, A", "rows"),
+            gate_role(40),
+            store_role(40, "h and V' out", *staged, "vn"),
             Role("spare", warps=1, regs=40, computes="fills the warpgroup"),
         ),
-        rings=sizes,
+        rings=slots,
         named={"meet": meeting(states)},
-        # k, v, A; staged states; staged V', and summands; gates; barriers and alignment
-        smem_bytes=sizes["rows"] * CHUNK * (variant.K + TILE + CHUNK) * 2
-        + sizes["h0"] * TILE * variant.K * 2
-        + 2 * CHUNK * TILE * 2
-        + sizes["gate"] * GATE_ROWS * CHUNK * 4
-        + 1024,
+        tiles=found,
     )
 
 
@@ -149,23 +134,23 @@ class ChunkStates(NamedTuple):
     h: Any  # [slots, HV, V, K]
     vn: Any  # [slots, HV, V / 64, 64, 64]
     first: Any  # slot of the sequence's first chunk
-    hv: Any
-    i_tile: Any
+    item: Any
     states: int  # state warpgroups, of HALF columns of K each; the tensor h may have fewer
 
     def put(self, tile, step, w):
-        chunk, v0 = self.first + step, self.i_tile * TILE
+        chunk, hv, i_tile = self.first + step, self.item.hv, self.item.i_tile
+        v0 = i_tile * TILE
         if w == self.states:
-            return T.tma_copy(tile, self.vn[chunk, self.hv, self.i_tile, :, :])
+            return T.tma_copy(tile, self.vn[chunk, hv, i_tile, :, :])
         k0, k1 = w * HALF, w * HALF + HALF
-        return T.tma_copy(tile, self.h[chunk, self.hv, v0 : v0 + TILE, k0:k1])
+        return T.tma_copy(tile, self.h[chunk, hv, v0 : v0 + TILE, k0:k1])
 
 
 @T.macro
-def state(
-    w, states, dtype, h0, s_k, s_v, s_a, s_gate, s_h, s_low, s_vn, rows, gate_ring, h_ring, vn_ring,
-    meet, num_chunks, n, hv, v0, has_h0, starts_of,
-):  # fmt: skip
+def state(w, variant, s, ring, meet, enters, item):
+    """Walks a sequence's chunks; `enters` are the rows of its first state."""
+    states, dtype = variant.states, variant.dtype
+    num_chunks, n, hv, v0 = item.num_chunks, item.n, item.hv, item.v0
     r_s = T.alloc_fragment((TILE, HALF), "float32")  # S_w^T: stays here from first to last chunk
     r_s16 = T.alloc_fragment((TILE, HALF), dtype)
     r_x = T.alloc_fragment((TILE, CHUNK), "float32")  # S_w K_w^T, then W^T
@@ -176,161 +161,104 @@ def state(
     r_vt = T.alloc_fragment((CHUNK, TILE), dtype)
     T.annotate_layout({r_vt: accumulator_layout(TILE, CHUNK)})
     k0 = w * HALF
-    start = T.alloc_var("int32")  # row of h0
-    start = -1
-    if has_h0 == 1:
-        start = n
-    if has_h0 == 2:
-        start = starts_of[n]  # the row in which this node's parent ends, if any
+    start = T.alloc_var("int32")
+    find_row(enters, n, start)
     if start >= 0:
         for r, c in T.Parallel(TILE, HALF):
-            r_s[r, c] = h0[start, hv, k0 + c, v0 + r]
+            r_s[r, c] = enters.tensor[start, hv, k0 + c, v0 + r]
     else:
         T.clear(r_s)
     T.copy(r_s, r_s16)
     for i in T.serial(num_chunks):
-        slot = rows.slot(i)
-        gate_slot = gate_ring.slot(i)
-        rows.wait(i)
+        slot = ring.rows.slot(i)
+        gate_slot = ring.gate.slot(i)
+        ring.rows.wait(i)
         T.wgmma_gemm(  # 3
-            r_s16, s_k[slot, :, k0 : k0 + HALF], r_x, transpose_B=True, clear_accum=True
+            r_s16, s.k[slot, :, k0 : k0 + HALF], r_x, transpose_B=True, clear_accum=True
         )
-        gate_ring.wait(i)
-        load_transposed(s_v, slot, 0, r_vt)
-        vn_ring.acquire(i)  # V' of the chunk before has been sent
+        ring.gate.wait(i)
+        load_transposed(s.v, slot, 0, r_vt)
+        ring.vn.acquire(i)  # V' of the chunk before has been sent
         T.wait_wgmma(0)
         if states == 2:
-            sum_half(r_x, s_low, s_vn, w, meet)
+            sum_half(r_x, s.low, s.vn, w, meet)
         for r, c in T.Parallel(TILE, CHUNK):  # of other tokens r_x may be a summand, not used
             r_x[r, c] = (
-                s_gate[gate_slot, BETA, c] * r_vt[c, r] - s_gate[gate_slot, BETA_E, c] * r_x[r, c]
+                s.gate[gate_slot, BETA, c] * r_vt[c, r] - s.gate[gate_slot, BETA_E, c] * r_x[r, c]
             )
         T.copy(r_x, r_w16)
         if states == 2:
-            share_half(r_w16, s_low, w, meet)
-        T.wgmma_gemm(r_w16, s_a[slot, :, :], r_n, transpose_B=True, clear_accum=True)  # 4
+            share_half(r_w16, s.low, w, meet)
+        T.wgmma_gemm(r_w16, s.a[slot, :, :], r_n, transpose_B=True, clear_accum=True)  # 4
         for r, c in T.Parallel(TILE, HALF):
-            r_s[r, c] *= s_gate[gate_slot, LAST, 0]
+            r_s[r, c] *= s.gate[gate_slot, LAST, 0]
         T.wait_wgmma(0)
         for r, c in T.Parallel(TILE, CHUNK):
-            r_dn16[r, c] = r_n[r, c] * s_gate[gate_slot, D, c]
-        gate_ring.release(i)
-        T.wgmma_gemm(r_dn16, s_k[slot, :, k0 : k0 + HALF], r_s)  # 5
-        stage(r_s16, s_h, h_ring, i, HALF)
+            r_dn16[r, c] = r_n[r, c] * s.gate[gate_slot, D, c]
+        ring.gate.release(i)
+        T.wgmma_gemm(r_dn16, s.k[slot, :, k0 : k0 + HALF], r_s)  # 5
+        stage(r_s16, s[f"h{w}"], ring[f"h{w}"], i, HALF)
         T.copy(r_n, r_n16)
-        stage_half_transposed(r_n16, s_vn, w, vn_ring.slot(i))
+        stage_half_transposed(r_n16, s.vn, w, ring.vn.slot(i))
         if states == 1:
-            stage_half_transposed(r_n16, s_vn, 1, vn_ring.slot(i))
-        vn_ring.commit(i)
+            stage_half_transposed(r_n16, s.vn, 1, ring.vn.slot(i))
+        ring.vn.commit(i)
         T.wait_wgmma(0)
-        rows.release(i)
+        ring.rows.release(i)
         T.copy(r_s, r_s16)
 
 
 def build(variant: Variant):
-    plan, sizes, K, states = schedule(variant), slots(variant), variant.K, variant.states
+    plan, K, dtype, states = schedule(variant), variant.K, variant.dtype, variant.states
     num_tokens, num_heads, num_value_heads = T.dynamic("num_tokens, num_heads, num_value_heads")
-    V, num_tiles, num_sequences = T.dynamic("V, num_tiles, num_sequences")
-    num_slots, num_h0, span_step = T.dynamic("num_slots, num_h0, span_step")
-    num_starts, num_firsts = T.dynamic("num_starts, num_firsts")
+    V, num_tiles, num_sequences, num_slots = T.dynamic("V, num_tiles, num_sequences, num_slots")
+    num_h0, num_starts, num_firsts = T.dynamic("num_h0, num_starts, num_firsts")
     size = K if K == 256 else T.dynamic("size")
-    k_token, k_head = T.dynamic("k_token, k_head")
-    v_token, v_head, v_tile = T.dynamic("v_token, v_head, v_tile")
-    h0_n, h0_h, h0_k, h0_v = T.dynamic("h0_n, h0_h, h0_k, h0_v")
-
-    def tile(*shape: int):
-        return T.alloc_shared(shape, variant.dtype)
-
-    def barrier(name: str):
-        return T.alloc_barrier([plan.arrivals(name)] * plan.slots(name))
+    value_rows = num_tokens, num_value_heads
 
     @T.prim_func
     def wide_states(
-        k: T.StridedTensor((num_tokens, num_heads, size), (k_token, k_head, 1), variant.dtype),
-        v: T.StridedTensor(
-            (num_tokens, num_value_heads, num_tiles, TILE),
-            (v_token, v_head, v_tile, 1),
-            variant.dtype,
-        ),
-        g_cum: T.Tensor((num_tokens, num_value_heads), "float32"),
-        beta: T.Tensor((num_tokens, num_value_heads), "float32"),
-        A: T.Tensor((num_tokens, num_value_heads, CHUNK), variant.dtype),
-        spans: T.StridedTensor((num_sequences, 2), (span_step, 1), "int32"),
+        k: strided("k", "token head", (num_tokens, num_heads, size), dtype),
+        v: strided("v", "token head tile", (*value_rows, num_tiles, TILE), dtype),
+        g_cum: T.Tensor(value_rows, "float32"),
+        beta: T.Tensor(value_rows, "float32"),
+        A: T.Tensor((*value_rows, CHUNK), dtype),
+        spans: strided("span", "step", (num_sequences, 2), "int32"),
         first_chunk: T.Tensor((num_firsts,), "int32"),
         starts_of: T.Tensor((num_starts,), "int32"),
-        h0: T.StridedTensor((num_h0, num_value_heads, K, V), (h0_n, h0_h, h0_k, h0_v), "float32"),
-        h: T.Tensor((num_slots, num_value_heads, V, size), variant.dtype),
-        vn: T.Tensor((num_slots, num_value_heads, num_tiles, CHUNK, TILE), variant.dtype),
+        h0: strided("h0", "n h k v", (num_h0, num_value_heads, K, V), "float32"),
+        h: T.Tensor((num_slots, num_value_heads, V, size), dtype),
+        vn: T.Tensor((num_slots, num_value_heads, num_tiles, CHUNK, TILE), dtype),
         has_h0: T.int32,
     ):
         with T.Kernel(num_sequences * num_value_heads * num_tiles, threads=plan.threads) as block:
             T.import_source(GATED_TILES + SOURCE + HALVES)
-            s_k, s_v = tile(sizes["rows"], CHUNK, K), tile(sizes["rows"], CHUNK, TILE)
-            s_a = tile(sizes["rows"], CHUNK, CHUNK)
-            s_vn = tile(sizes["vn"], CHUNK, TILE)
-            s_low = tile(1, CHUNK, TILE) if states == 2 else None
-            s_h0 = tile(sizes["h0"], TILE, HALF)
-            s_h = [s_h0]
-            if states == 2:
-                s_h1 = tile(sizes["h1"], TILE, HALF)
-                s_h.append(s_h1)
-            s_gate = T.alloc_shared((sizes["gate"], GATE_ROWS, CHUNK), "float32")
-            swizzled = (s_k, s_v, s_a, s_vn, *s_h)
-            T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in swizzled})
-            rows_full, rows_free = barrier("rows_full"), barrier("rows_free")
-            gate_full, gate_free = barrier("gate_full"), barrier("gate_free")
-            h0_full, h0_free = barrier("h0_full"), barrier("h0_free")
-            h_rings = [Ring(h0_full, h0_free, sizes["h0"])]
-            if states == 2:
-                h1_full, h1_free = barrier("h1_full"), barrier("h1_free")
-                h_rings.append(Ring(h1_full, h1_free, sizes["h1"]))
-            vn_full, vn_free = barrier("vn_full"), barrier("vn_free")
-            tail_full = barrier("tail_full")
-            rows = Ring(rows_full, rows_free, sizes["rows"])
-            gates = Ring(gate_full, gate_free, sizes["gate"])
-            vn_ring = Ring(vn_full, vn_free, sizes["vn"])
-
-            hv, n, kh = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-            begin, length = T.alloc_var("int32"), T.alloc_var("int32")
-            num_chunks = T.alloc_var("int32")
-            i_tile, v0 = T.alloc_var("int32"), T.alloc_var("int32")
-            i_tile = block % num_tiles
-            v0 = i_tile * TILE
-            hv = block // num_tiles % num_value_heads
-            place = T.alloc_local((1,), "int32")
-            longest_first(spans, num_sequences, block // num_tiles // num_value_heads, place)
-            n = T.shfl_sync(place[0], 0)  # so that the compiler sees it is uniform
-            kh = hv // (num_value_heads // num_heads)
-            read_span(spans, n, num_tokens, begin, length)
-            num_chunks = T.ceildiv(length, CHUNK)
-
+            s, ring = tiles(plan), rings(plan)
+            item = Variables(SEQUENCE)
+            find_sequence(block, spans, g_cum, num_heads, num_tiles, TILE, item)
             meet = NamedBarrier(plan, "meet").id() if states == 2 else None
+            enters = StateRows(h0, has_h0, starts_of)
             tx = T.get_thread_binding()
             if tx < plan.end("state0"):
                 T.set_max_nreg(plan.role("state0").regs, 1)
-                state(
-                    0, states, variant.dtype, h0, s_k, s_v, s_a, s_gate, s_h0, s_low, s_vn, rows,
-                    gates, h_rings[0], vn_ring, meet, num_chunks, n, hv, v0, has_h0, starts_of,
-                )  # fmt: skip
-            elif tx < plan.start("load"):  # no thread if the CTA has one state warpgroup
-                T.set_max_nreg(plan.role("state0").regs, 1)
-                state(
-                    1, states, variant.dtype, h0, s_k, s_v, s_a, s_gate, s_h[-1], s_low, s_vn, rows,
-                    gates, h_rings[-1], vn_ring, meet, num_chunks, n, hv, v0, has_h0, starts_of,
-                )  # fmt: skip
+                state(0, variant, s, ring, meet, enters, item)
+            elif states == 2 and tx < plan.end("state1"):
+                T.set_max_nreg(plan.role("state1").regs, 1)
+                state(1, variant, s, ring, meet, enters, item)
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if tx < plan.end("load"):
-                    load(
-                        [Rows(k, (kh,), s_k), Rows(v, (hv, i_tile), s_v), Rows(A, (hv,), s_a)],
-                        rows, tail_full, begin, length, num_chunks, False,
-                    )  # fmt: skip
+                    loaded = [
+                        Rows(k, (item.kh,), s.k),
+                        Rows(v, (item.hv, item.i_tile), s.v),
+                        Rows(A, (item.hv,), s.a),
+                    ]
+                    load(loaded, ring.rows, ring.tail, item, False)
                 elif tx < plan.end("gate"):
-                    gate(g_cum, beta, s_gate, gates, begin, length, num_chunks, hv, False, None)
+                    gate(g_cum, beta, s.gate, ring.gate, item, False, None)
                 elif tx < plan.end("store"):
-                    store(
-                        ChunkStates(h, vn, first_chunk[n], hv, i_tile, states), [*s_h, s_vn],
-                        [*h_rings, vn_ring], num_chunks,
-                    )  # fmt: skip
+                    out = ChunkStates(h, vn, first_chunk[item.n], item, states)
+                    staged = [*(f"h{w}" for w in range(states)), "vn"]
+                    store(out, [s[x] for x in staged], [ring[x] for x in staged], item.num_chunks)
 
     return wide_states

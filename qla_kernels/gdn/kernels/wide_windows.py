@@ -19,10 +19,14 @@ nothing.
 from typing import NamedTuple
 
 import qla_kernels.tile.language as T
+from qla_kernels.gdn.kernels.chain.forward import RawGates
 from qla_kernels.gdn.kernels.chain.window import SOURCE, warm_chunks
 from qla_kernels.gdn.kernels.tables import sequence_span
 from qla_kernels.tile.dependent import await_previous
-from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.record import Record, Variables
+from qla_kernels.tile.schedule import Role, Schedule, Tile
+from qla_kernels.tile.strided import strided
+from qla_kernels.tile.tiles import tiles
 
 WINDOW_WARPS = 16  # a warp reads a key: 128 tokens in flight
 
@@ -44,7 +48,7 @@ PASS_CONFIGS = {
 def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(Role("look", warps=WINDOW_WARPS, regs=128, computes="a window"),),
-        smem_bytes=WINDOW_WARPS * 4,
+        tiles={"sum": Tile((WINDOW_WARPS,), "float32")},
     )
 
 
@@ -52,11 +56,10 @@ def build(variant: Variant):
     plan = schedule(variant)
     num_tokens, num_heads, num_value_heads = T.dynamic("num_tokens, num_heads, num_value_heads")
     narrow_tokens, num_bounds, capacity = T.dynamic("narrow_tokens, num_bounds, capacity")
-    k_token, k_head = T.dynamic("k_token, k_head")
 
     @T.prim_func
     def wide_windows(
-        k: T.StridedTensor((num_tokens, num_heads, variant.K), (k_token, k_head, 1), variant.dtype),
+        k: strided("k", "token head", (num_tokens, num_heads, variant.K), variant.dtype),
         g_cum: T.Tensor((num_tokens, num_value_heads), "float32"),
         beta: T.Tensor((num_tokens, num_value_heads), "float32"),
         beta16: T.Tensor((narrow_tokens, num_value_heads), variant.dtype),
@@ -68,16 +71,22 @@ def build(variant: Variant):
     ):
         with T.Kernel(capacity, num_value_heads, threads=plan.threads) as (p, hv):
             T.import_source(SOURCE)
-            s_sum = T.alloc_shared((WINDOW_WARPS,), "float32")
-            begin, length, window = (T.alloc_var("int32") for _ in range(3))
+            s = tiles(plan)
+            span, window = Variables("begin length"), T.alloc_var("int32")
             await_previous()
-            sequence_span(bounds, p, num_tokens, begin, length)
+            sequence_span(bounds, p, num_tokens, span.begin, span.length)
             window = 0
-            if (ends_of[p] < 0) & (length > 0):
+            if (ends_of[p] < 0) & (span.length > 0):
+                gates = RawGates(g_cum, beta, beta16, beta_is_16, g_cum)
+                item = Record(
+                    begin=span.begin,
+                    length=span.length,
+                    kh=hv // (num_value_heads // num_heads),
+                    hv=hv,
+                )
                 window = warm_chunks(  # 1
-                    variant.K, k, g_cum, None, 0, beta, beta16, beta_is_16, s_sum, begin, length,
-                    hv // (num_value_heads // num_heads), hv, limit, at_end=True, cumulated=True,
-                )  # fmt: skip
+                    variant.K, k, gates, None, 0, s.sum, item, limit, at_end=True, cumulated=True
+                )
             if T.get_thread_binding() == 0:
                 windows[p, hv] = window  # 2
 

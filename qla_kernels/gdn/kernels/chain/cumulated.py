@@ -19,15 +19,79 @@ from qla_kernels.gdn.kernels.chain.layout import (
     TILE,
     D,
 )
+from qla_kernels.gdn.kernels.tables import read_span
 from qla_kernels.tile.constants import CHUNK, LOG2E
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.mask import clear_tail
+from qla_kernels.tile.schedule import Role, free, full
 
 SOURCE = Path(__file__).with_suffix(".cuh").read_text()
 
 
+SEQUENCE = "hv n kh begin length num_chunks i_tile v0"  # variables of `find_sequence`
+
+
+def load_role(regs: int, computes: str, *data: str) -> Role:
+    """Returns the role that loads data, each with a ring of its own."""
+    return Role(
+        "load",
+        warps=1,
+        regs=regs,
+        waits=(*free(*data), "tail_full"),
+        signals=(*full(*data), "tail_full"),
+        computes=computes,
+        uses=("tma_load",),
+    )
+
+
+def gate_role(regs: int, computes: str = "exponentials of gamma, beta") -> Role:
+    return Role("gate", 1, regs, waits=free("gate"), signals=full("gate"), computes=computes)
+
+
+def score_role(regs: int, *data: str) -> Role:
+    """Returns the role that makes P of data."""
+    return Role(
+        "score",
+        warps=4,
+        regs=regs,
+        waits=(*full(*data, "gate"), "p_free"),
+        signals=(*free(*data, "gate"), "p_full"),
+        computes="P",
+        uses=("wgmma",),
+    )
+
+
+def store_role(regs: int, computes: str, *data: str) -> Role:
+    """Returns the role that sends staged data."""
+    return Role(
+        "store",
+        warps=1,
+        regs=regs,
+        waits=full(*data),
+        signals=free(*data),
+        computes=computes,
+        uses=("tma_store",),
+    )
+
+
 @T.macro
-def load(tiles, ring, tail_full, begin, length, num_chunks, reverse):
+def find_sequence(block, spans, g_cum, num_heads, num_tiles, tile_v, item):
+    """Sets `item` to a CTA's sequence, value head and V tile. Long sequences come first."""
+    num_tokens, num_value_heads = g_cum.shape
+    item["i_tile"] = block % num_tiles
+    item["v0"] = item.i_tile * tile_v
+    item["hv"] = block // num_tiles % num_value_heads
+    place = T.alloc_local((1,), "int32")
+    longest_first(spans, spans.shape[0], block // num_tiles // num_value_heads, place)
+    item["n"] = T.shfl_sync(place[0], 0)  # so that the compiler sees it is uniform
+    item["kh"] = item.hv // (num_value_heads // num_heads)
+    read_span(spans, item.n, num_tokens, item.begin, item.length)
+    item["num_chunks"] = T.ceildiv(item.length, CHUNK)
+
+
+@T.macro
+def load(tiles, ring, tail_full, item, reverse):
+    begin, length, num_chunks = item.begin, item.length, item.num_chunks
     tok0, rows = T.alloc_var("int32"), T.alloc_var("int32")
     for step in rolled(num_chunks):
         i = num_chunks - 1 - step if reverse else step
@@ -67,12 +131,15 @@ def read_gates(g_cum, beta, r_gate, begin, length, i, num_chunks, hv):
 
 
 @T.macro
-def gate(g_cum, beta, s_gate, ring, begin, length, num_chunks, hv, reverse, scale):
+def gate(g_cum, beta, s_gate, ring, item, reverse, scale):
     """Writes the rows of a gate slot for each chunk.
 
     `scale` is None for a chain without queries; rows GAMMA, DECAY_TO_BLOCK_END and SCALE_E are then
-    not written.
+    not written. In other chains item.unit is the unit of all numbers.
     """
+    begin, length, num_chunks, hv = item.begin, item.length, item.num_chunks, item.hv
+    if scale is not None:
+        scale = scale / item.unit
     lane = T.get_thread_binding() % 32
     r_gate = T.alloc_local((4,), "float32")  # of the next chunk: two gamma, two beta
     gamma = T.alloc_local((2,), "float32")
@@ -104,44 +171,45 @@ def gate(g_cum, beta, s_gate, ring, begin, length, num_chunks, hv, reverse, scal
 
 
 @T.macro
-def score(s_q, s_k, s_gate, s_p, qkv, gate_ring, p_ring, num_chunks, scale, first_thread):
+def score(s, ring, num_chunks, scale, first_thread):
+    """Makes P of each chunk, one chunk ahead of the state."""
     r_next = T.alloc_fragment((CHUNK, CHUNK), "float32")  # Q K^T of the chunk after
     r_qk = T.alloc_fragment((CHUNK, CHUNK), "float32")
     thread = T.get_thread_binding() - first_thread
-    for slot, j in T.grid(p_ring.stages, CHUNK // 2):  # above the diagonal P stays zero for good
-        s_p[slot, thread // 2, thread % 2 * (CHUNK // 2) + j] = 0
+    for slot, j in T.grid(ring.p.stages, CHUNK // 2):  # above the diagonal P stays zero for good
+        s.p[slot, thread // 2, thread % 2 * (CHUNK // 2) + j] = 0
     if num_chunks > 0:
-        qkv.wait(0)
-        T.wgmma_gemm(s_q[0, :, :], s_k[0, :, :], r_qk, transpose_B=True, clear_accum=True)
+        ring.rows.wait(0)
+        T.wgmma_gemm(s.q[0, :, :], s.k[0, :, :], r_qk, transpose_B=True, clear_accum=True)
         T.wait_wgmma(0)
-        qkv.release(0)
+        ring.rows.release(0)
     for i in T.serial(num_chunks):
         after = T.alloc_var("int32")
         after = T.min(i + 1, num_chunks - 1)  # the last pass repeats its own product, unused
-        qkv.wait(after)
+        ring.rows.wait(after)
         T.wgmma_gemm(  # 3
-            s_q[qkv.slot(after), :, :],
-            s_k[qkv.slot(after), :, :],
+            s.q[ring.rows.slot(after), :, :],
+            s.k[ring.rows.slot(after), :, :],
             r_next,
             transpose_B=True,
             clear_accum=True,
         )
-        gate_ring.wait(i)
-        p_ring.acquire(i)
+        ring.gate.wait(i)
+        ring.p.acquire(i)
         T.call_extern(
             "handle",
             "qla::gated_scores",
             r_qk.data,
-            T.access_ptr(s_gate[gate_ring.slot(i), 0, 0], "r", 3 * CHUNK),
-            T.access_ptr(s_p[p_ring.slot(i), 0, 0], "w", CHUNK * CHUNK),
+            T.access_ptr(s.gate[ring.gate.slot(i), 0, 0], "r", 3 * CHUNK),
+            T.access_ptr(s.p[ring.p.slot(i), 0, 0], "w", CHUNK * CHUNK),
             scale,
         )
-        gate_ring.release(i)
+        ring.gate.release(i)
         T.fence_proxy_async()  # P: written by threads, read by wgmma
-        p_ring.commit(i)
+        ring.p.commit(i)
         T.wait_wgmma(0)
         if i + 1 < num_chunks:
-            qkv.release(after)
+            ring.rows.release(after)
         T.copy(r_next, r_qk)
 
 

@@ -19,6 +19,7 @@ from qla_kernels.gdn.kernels.chain.layout import (
     TILE,
     D,
     accumulator_layout,
+    find_row,
     give_turn,
     load_transposed,
     slot_of,
@@ -30,10 +31,8 @@ from qla_kernels.tile.loops import rolled
 
 # Of OnTheWay.next: chunks before the next checkpoint, its entry, the sequence's whole chunks
 UNTIL, ENTRY, LAST_WHOLE = range(3)
-EVERY, FROM = (
-    1,
-    2,
-)  # of OnTheWay.keeps: entries every so many chunks; the first after until_of chunks
+# Of OnTheWay.keeps: entries every so many chunks; the first after until_of chunks
+EVERY, FROM = 1, 2
 
 
 class OnTheWay(NamedTuple):
@@ -53,8 +52,18 @@ class OnTheWay(NamedTuple):
     next: Any
 
 
+class RawGates(NamedTuple):
+    """The gates of all tokens, as a forward gets them; beta is in fp32 or, if is_16, in beta16."""
+
+    g: Any
+    beta: Any
+    beta16: Any
+    is_16: Any
+    g_cum: Any  # takes cumulated gates
+
+
 @T.macro
-def read_gates(g, beta, beta16, is_16, r_gate, r_beta16, token, end, hv):
+def read_gates(gates, is_16, r_gate, r_beta16, token, end, hv):
     """Reads g and beta of this lane's two tokens of a chunk into registers.
 
     The numbers are not converted here, because that would wait for the loads. Past the end they are
@@ -65,40 +74,40 @@ def read_gates(g, beta, beta16, is_16, r_gate, r_beta16, token, end, hv):
         r_gate[2 + e] = 0
         r_beta16[e] = 0
         if token + e < end:
-            r_gate[e] = g[token + e, hv]
+            r_gate[e] = gates.g[token + e, hv]
             if is_16 != 0:
-                r_beta16[e] = beta16[token + e, hv]
+                r_beta16[e] = gates.beta16[token + e, hv]
             else:
-                r_gate[2 + e] = beta[token + e, hv]
+                r_gate[2 + e] = gates.beta[token + e, hv]
 
 
 @T.macro
-def gate(
-    g, beta, beta16, is_16, g_cum, s_gate, ring, begin, length, num_chunks, hv, scale, saves,
-    one_chunk=False,
-):  # fmt: skip
-    """Writes the rows of a gate slot for each chunk, and cumulated gates to g_cum if `saves`.
+def gate(gates, s_gate, ring, item, scale, saves=False, one_chunk=False):
+    """Writes the rows of a gate slot for each chunk.
 
-    beta is read from `beta` in fp32 or, if is_16, from `beta16` in 16 bits. With `one_chunk` no
-    other one is read ahead.
+    `item` has begin, length, num_chunks and hv. With `saves`, it says whether to write cumulated
+    gates to g_cum. With `one_chunk` no other one is read ahead.
     """
+    begin, length, num_chunks, hv = item.begin, item.length, item.num_chunks, item.hv
+    is_16 = gates.is_16
+    saves = item.saves if saves else 0
     lane = T.get_thread_binding() % 32
     r_gate = T.alloc_local((4,), "float32")  # of the next chunk: two g, two beta
-    r_beta16 = T.alloc_local((2,), beta16.dtype)
+    r_beta16 = T.alloc_local((2,), gates.beta16.dtype)
     g2 = T.alloc_local((2,), "float32")
     b = T.alloc_local((2,), "float32")
     total, before = T.alloc_var("float32"), T.alloc_var("float32")
     token, end = T.alloc_var("int32"), T.alloc_var("int32")
     token = begin + 2 * lane
     end = begin + length
-    read_gates(g, beta, beta16, is_16, r_gate, r_beta16, token, end, hv)
+    read_gates(gates, is_16, r_gate, r_beta16, token, end, hv)
     for i in rolled(num_chunks):
         for e in T.unroll(2):
             g2[e] = T.max(r_gate[e] * LOG2E, GATE_FLOOR)
             b[e] = r_gate[2 + e] + r_beta16[e]  # one of them is 0
         # the values arrive while this chunk is processed
         if not one_chunk:
-            read_gates(g, beta, beta16, is_16, r_gate, r_beta16, token + CHUNK, end, hv)
+            read_gates(gates, is_16, r_gate, r_beta16, token + CHUNK, end, hv)
         total = g2[0] + g2[1]  # inclusive scan of the pairs over the warp
         for d in T.unroll(5):
             below = T.shfl_up(total, 1 << d)
@@ -127,7 +136,7 @@ def gate(
         if saves != 0:
             for e in T.unroll(2):
                 if token + e < end:
-                    g_cum[token + e, hv] = g2[e] * LN2
+                    gates.g_cum[token + e, hv] = g2[e] * LN2
         token += CHUNK
 
 
@@ -183,12 +192,11 @@ def put_out(r_o16, s_o, ring, w, i):
 
 
 @T.macro
-def state(
-    states, K, dtype, h0, ht, s_q, s_k, s_v, s_gate, s_a, s_p, s_o,
-    q_ring, k_ring, v_ring, gate_ring, a_ring, p_ring, o_ring, turn,
-    num_chunks, n, hv, v0, has_h0, has_ht, starts_of, ends_of, first_warpgroup=0,
-    kept=None, length=0, shares=None, block=0, piece=0,
-):  # fmt: skip
+def state(variant, s, ring, turn, enters, leaves, item, kept=None, shares=None, piece=0):
+    """Walks an item's chunks; `enters` and `leaves` are the rows of its first and last state."""
+    states, K, dtype = variant.states, variant.K, variant.dtype
+    num_chunks, n, hv, v0 = item.num_chunks, item.n, item.hv, item.i_tile * variant.tile_v
+    length = item.length
     r_s = T.alloc_fragment((TILE, K), "float32")  # S^T: stays here from first to last chunk
     r_s16 = T.alloc_fragment((TILE, K), dtype)
     r_x = T.alloc_fragment((TILE, CHUNK), "float32")  # S K^T, then W^T
@@ -201,26 +209,20 @@ def state(
     r_vt = T.alloc_fragment((CHUNK, TILE), dtype)
     T.annotate_layout({r_vt: accumulator_layout(TILE, CHUNK)})
     w = T.alloc_var("int32")
-    w = T.get_thread_binding(1) - first_warpgroup
-    start = T.alloc_var("int32")  # row of h0
-    start = -1
-    if has_h0 == 1:
-        start = n
-    if has_h0 == 2:
-        start = starts_of[n]  # the row in which this node's parent ends, if any
-        if kept is not None:
-            if (start <= kept.null_slot) | (start >= h0.shape[0]):
-                start = -1
+    w = T.get_thread_binding(1) - variant.first_state
+    null_slot = None if kept is None else kept.null_slot
+    start = T.alloc_var("int32")
+    find_row(enters, n, start, null_slot)
     if shares is not None:
-        if shares.takes(block, piece) != 0:
+        if shares.takes(piece) != 0:
             start = -1
     if start >= 0:
-        move_state("load", K, r_s, h0, start, hv, v0 + w * TILE, kept)
+        move_state("load", K, r_s, enters.tensor, start, hv, v0 + w * TILE, kept)
     else:
         T.clear(r_s)
     if shares is not None:
-        if shares.takes(block, piece) != 0:
-            take_state(K, r_s, shares, block, w)
+        if shares.takes(piece) != 0:
+            take_state(K, r_s, shares, w)
     T.copy(r_s, r_s16)
     if states == 1:
         T.clear(r_o)
@@ -251,72 +253,72 @@ def state(
             if (last <= first) | (last > num_chunks):
                 last = num_chunks
         for i in T.serial(first, last) if in_stretches else T.serial(num_chunks):
-            slot = k_ring.slot(i)
-            gate_slot = gate_ring.slot(i)
-            k_ring.wait(i)
-            q_ring.wait(i)
+            slot = ring.k.slot(i)
+            gate_slot = ring.gate.slot(i)
+            ring.k.wait(i)
+            ring.q.wait(i)
             take_turn(turn, w)
-            T.wgmma_gemm(r_s16, s_k[slot, :, :], r_x, transpose_B=True, clear_accum=True)  # 4
+            T.wgmma_gemm(r_s16, s.k[slot, :, :], r_x, transpose_B=True, clear_accum=True)  # 4
             give_turn(turn, w)
             if states == 1:
                 T.copy(r_o, r_o16)  # of the chunk before; unused in the first pass
-            T.wgmma_gemm(r_s16, s_q[q_ring.slot(i), :, :], r_o, transpose_B=True, clear_accum=True)
+            T.wgmma_gemm(r_s16, s.q[ring.q.slot(i), :, :], r_o, transpose_B=True, clear_accum=True)
             if states == 1:
                 if i > 0:
-                    put_out(r_o16, s_o, o_ring, w, i - 1)
-            v_ring.wait(i)
-            load_transposed(s_v, v_ring.slot(i), w, r_vt)
-            gate_ring.wait(i)
+                    put_out(r_o16, s.o, ring.o, w, i - 1)
+            ring.v.wait(i)
+            load_transposed(s.v, ring.v.slot(i), w, r_vt)
+            ring.gate.wait(i)
             if states == 1:
                 T.wait_wgmma(1)  # S K^T is ready, S Q^T in flight
             else:
                 T.wait_wgmma(0)
-                q_ring.release(i)
+                ring.q.release(i)
             for r, c in T.Parallel(TILE, CHUNK):  # 5
                 r_x[r, c] = (
-                    s_gate[gate_slot, BETA, c] * r_vt[c, r]
-                    - s_gate[gate_slot, BETA_E, c] * r_x[r, c]
+                    s.gate[gate_slot, BETA, c] * r_vt[c, r]
+                    - s.gate[gate_slot, BETA_E, c] * r_x[r, c]
                 )
-            v_ring.release(i)
+            ring.v.release(i)
             T.copy(r_x, r_w16)
-            a_ring.wait(i)
+            ring.a.wait(i)
             take_turn(turn, w)
-            T.wgmma_gemm(r_w16, s_a[a_ring.slot(i), :, :], r_n, transpose_B=True, clear_accum=True)
+            T.wgmma_gemm(r_w16, s.a[ring.a.slot(i), :, :], r_n, transpose_B=True, clear_accum=True)
             give_turn(turn, w)
             for r, c in T.Parallel(TILE, K):
-                r_s[r, c] *= s_gate[gate_slot, LAST, 0]
+                r_s[r, c] *= s.gate[gate_slot, LAST, 0]
             if states == 1:
                 T.wait_wgmma(1)
-                q_ring.release(i)
+                ring.q.release(i)
             for r, c in T.Parallel(TILE, CHUNK):
-                r_o[r, c] *= s_gate[gate_slot, SCALE_E, c]
+                r_o[r, c] *= s.gate[gate_slot, SCALE_E, c]
             T.wait_wgmma(0)
-            a_ring.release(i)
+            ring.a.release(i)
             for r, c in T.Parallel(TILE, CHUNK):
-                r_dn16[r, c] = r_n[r, c] * s_gate[gate_slot, D, c]
+                r_dn16[r, c] = r_n[r, c] * s.gate[gate_slot, D, c]
             if states == 1:
-                T.wgmma_gemm(r_dn16, s_k[slot, :, :], r_s)  # 6
+                T.wgmma_gemm(r_dn16, s.k[slot, :, :], r_s)  # 6
                 T.copy(r_n, r_n16)
-                gate_ring.release(i)
-                p_ring.wait(i)
-                T.wgmma_gemm(r_n16, s_p[p_ring.slot(i), :, :], r_o, transpose_B=True)
+                ring.gate.release(i)
+                ring.p.wait(i)
+                T.wgmma_gemm(r_n16, s.p[ring.p.slot(i), :, :], r_o, transpose_B=True)
             else:
                 T.copy(r_n, r_n16)
-                gate_ring.release(i)
-                p_ring.wait(i)
+                ring.gate.release(i)
+                ring.p.wait(i)
                 take_turn(turn, w)
-                T.wgmma_gemm(r_dn16, s_k[slot, :, :], r_s)  # 6
-                T.wgmma_gemm(r_n16, s_p[p_ring.slot(i), :, :], r_o, transpose_B=True)
+                T.wgmma_gemm(r_dn16, s.k[slot, :, :], r_s)  # 6
+                T.wgmma_gemm(r_n16, s.p[ring.p.slot(i), :, :], r_o, transpose_B=True)
                 give_turn(turn, w)
             T.wait_wgmma(1)  # S is ready, V'^T P^T in flight
             T.copy(r_s, r_s16)
             # V'^T P^T, too: with a product in flight across the back edge ptxas would serialise all
             T.wait_wgmma(0)
-            k_ring.release(i)
-            p_ring.release(i)
+            ring.k.release(i)
+            ring.p.release(i)
             if states == 2:
                 T.copy(r_o, r_o16)
-                put_out(r_o16, s_o, o_ring, w, i * states + w)
+                put_out(r_o16, s.o, ring.o, w, i * states + w)
             if kept is not None and kept.next is not None and states == 1:
                 if i + 1 == kept.next[w, UNTIL, T.get_thread_binding()]:
                     keep_state(K, r_s, kept, hv, v0, w)
@@ -327,19 +329,12 @@ def state(
     if states == 1:
         if num_chunks > 0:
             T.copy(r_o, r_o16)
-            put_out(r_o16, s_o, o_ring, w, num_chunks - 1)
-    row = T.alloc_var("int32")  # row of ht
-    row = -1
-    if has_ht == 1:
-        row = n
-    if has_ht == 2:
-        row = ends_of[n]  # the sequence that this segment ends, or the row of this node, if any
-        if kept is not None:
-            if (row <= kept.null_slot) | (row >= ht.shape[0]):
-                row = -1
+            put_out(r_o16, s.o, ring.o, w, num_chunks - 1)
+    row = T.alloc_var("int32")
+    find_row(leaves, n, row, null_slot)
     if shares is not None:
-        if shares.gives(block, piece) != 0:
-            give_state(K, r_s, shares, block, w)
+        if shares.gives(piece) != 0:
+            give_state(K, r_s, shares, w)
             row = -1
     if row >= 0:
-        move_state("store", K, r_s, ht, row, hv, v0 + w * TILE, kept)
+        move_state("store", K, r_s, leaves.tensor, row, hv, v0 + w * TILE, kept)

@@ -8,12 +8,13 @@ Rings, and the roles that make A and P, treat the chunks of all items as one seq
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.chain.shares import count_piece_chunks, read_piece
 from qla_kernels.gdn.kernels.tables import read_span
 from qla_kernels.tile.constants import CHUNK
+from qla_kernels.tile.record import Record
 from qla_kernels.tile.ring import Ring
 
 
@@ -42,54 +43,60 @@ class After:
         return self.ring.release(self.first + i)
 
 
-@T.macro
-def find(
-    item, spans, num_tokens, num_heads, num_value_heads, num_tiles, training,
-    n: T.Ref, kh: T.Ref, hv: T.Ref, i_tile: T.Ref, begin: T.Ref, length: T.Ref, num_chunks: T.Ref,
-    saves: T.Ref,
-):  # fmt: skip
-    i_tile = item % num_tiles
-    hv = item // num_tiles % num_value_heads
-    n = item // num_tiles // num_value_heads
-    kh = hv // (num_value_heads // num_heads)
-    read_span(spans, n, num_tokens, begin, length)
-    num_chunks = T.ceildiv(length, CHUNK)
-    saves = 0  # one of a head's CTAs saves what they all have
-    if i_tile == 0:
-        saves = training
+def after(rings: Any, first: Any, **firsts: Any) -> Any:
+    """Returns rings as an item sees them, whose first chunk is step `first` of each.
+
+    A ring that an item begins with another step is among `firsts`, by its name.
+    """
+    views = {name: ring for name, ring in vars(rings).items() if isinstance(ring, Ring)}
+    return Record(**{name: After(ring, firsts.get(name, first)) for name, ring in views.items()})
+
+
+class Items(NamedTuple):
+    """What a CTA has to know to find its items."""
+
+    block: Any
+    ctas: Any
+    shares: Any  # or None
+    spans: Any
+    num_tokens: Any
+    num_heads: Any
+    num_value_heads: Any
+    num_tiles: Any
+    training: Any
 
 
 @T.macro
-def locate(
-    j, block, ctas, shares, spans, num_tokens, num_heads, num_value_heads, num_tiles, training,
-    n: T.Ref, kh: T.Ref, hv: T.Ref, i_tile: T.Ref, begin: T.Ref, length: T.Ref, num_chunks: T.Ref,
-    saves: T.Ref,
-):  # fmt: skip
-    """Finds the j-th item of a CTA, or its j-th piece if there are shares."""
-    if shares is not None:
-        read_piece(
-            shares, shares.row(block, j), training,
-            n, kh, hv, i_tile, begin, length, num_chunks, saves,
-        )  # fmt: skip
+def find(items, x, item):
+    item["i_tile"] = x % items.num_tiles
+    item["hv"] = x // items.num_tiles % items.num_value_heads
+    item["n"] = x // items.num_tiles // items.num_value_heads
+    item["kh"] = item.hv // (items.num_value_heads // items.num_heads)
+    read_span(items.spans, item.n, items.num_tokens, item.begin, item.length)
+    item["num_chunks"] = T.ceildiv(item.length, CHUNK)
+    item["saves"] = 0  # one of a head's CTAs saves what they all have
+    if item.i_tile == 0:
+        item["saves"] = items.training
+
+
+@T.macro
+def locate(items, j, item):
+    """Sets `item` to the j-th item of a CTA, or to its j-th piece if there are shares."""
+    if items.shares is not None:
+        read_piece(items.shares, items.shares.row(j), items.training, item)
     else:
-        find(
-            block + j * ctas, spans, num_tokens, num_heads, num_value_heads, num_tiles, training,
-            n, kh, hv, i_tile, begin, length, num_chunks, saves,
-        )  # fmt: skip
+        find(items, items.block + j * items.ctas, item)
 
 
 @T.macro
-def count_chunks(
-    items, block, ctas, shares, spans, num_tokens, num_heads, num_value_heads, num_tiles, training,
-    num_chunks: T.Ref,
-):  # fmt: skip
+def count_chunks(items, num_items, num_chunks: T.Ref):
     """Sets num_chunks to the number of chunks of all items of a CTA, or of all its pieces."""
-    if shares is not None:
-        count_piece_chunks(shares, block, items, num_chunks)
+    if items.shares is not None:
+        count_piece_chunks(items.shares, num_items, num_chunks)
     else:
         begin, length = T.alloc_var("int32"), T.alloc_var("int32")
         num_chunks = 0
-        for j in T.serial(items):
-            n = (block + j * ctas) // (num_value_heads * num_tiles)
-            read_span(spans, n, num_tokens, begin, length)
+        for j in T.serial(num_items):
+            n = (items.block + j * items.ctas) // (items.num_value_heads * items.num_tiles)
+            read_span(items.spans, n, items.num_tokens, begin, length)
             num_chunks += T.ceildiv(length, CHUNK)

@@ -54,6 +54,33 @@ class Rows(NamedTuple):
         return T.tma_copy(rows, self.shared[slot, :, :], barrier=barrier)
 
 
+class StateRows(NamedTuple):
+    """A tensor of states, and the rows at which those of sequences enter or leave a chain.
+
+    The row of a sequence, or of a segment or a node of a tree, may be none: a negative number.
+    """
+
+    tensor: Any  # [rows, HV, K, V]
+    has: Any  # 0: no sequence has a row; 1: sequence n has row n; 2: it has row of[n]
+    of: Any
+
+
+@T.macro
+def find_row(states, n, row: T.Ref, null_slot=None):
+    """Sets row to that of sequence n, or to -1 if it has none.
+
+    Rows that a caller names may be any numbers: null_slot and lower ones are then no state.
+    """
+    row = -1
+    if states.has == 1:
+        row = n
+    if states.has == 2:
+        row = states.of[n]
+        if null_slot is not None:
+            if (row <= null_slot) | (row >= states.tensor.shape[0]):
+                row = -1
+
+
 def slot_of(tiles, slot, access="rw"):
     """Returns the address of a slot of `tiles` [slots, ..] in shared memory, for inline CUDA.
 

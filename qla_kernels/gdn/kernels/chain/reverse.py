@@ -21,41 +21,40 @@ class ChunkGradients(NamedTuple):
     dv: Any  # [T, HV, V / 64, 64]
     s_dv: Any  # dV, which is committed with Y
     first_chunk: Any  # slot of the sequence's first chunk
-    begin: Any
-    length: Any
-    num_chunks: Any
-    hv: Any
-    i_tile: Any
+    item: Any
     states: int  # state warpgroups, of HALF columns of K each; the tensor dS may have fewer
 
     def put(self, tile, step, w):
-        i = self.num_chunks - 1 - step
-        chunk, v0 = self.first_chunk + i, self.i_tile * TILE
+        item = self.item
+        i = item.num_chunks - 1 - step
+        chunk, v0 = self.first_chunk + i, item.i_tile * TILE
         if w == self.states:
-            return put_values(self, tile, chunk, self.begin + i * CHUNK, self.length - i * CHUNK)
+            return put_values(self, tile, chunk, item.begin + i * CHUNK, item.length - i * CHUNK)
         k0, k1 = w * HALF, w * HALF + HALF
-        return T.tma_copy(tile, self.dS[chunk, self.hv, v0 : v0 + TILE, k0:k1])
+        return T.tma_copy(tile, self.dS[chunk, item.hv, v0 : v0 + TILE, k0:k1])
 
 
 @T.macro
 def put_values(out, s_y, chunk, tok0, rows):
+    item = out.item
     lane = T.get_thread_binding() % 32
-    T.tma_copy(s_y, out.y[chunk, out.hv, out.i_tile, :, :])  # 8
+    T.tma_copy(s_y, out.y[chunk, item.hv, item.i_tile, :, :])  # 8
     if rows >= CHUNK:
-        T.tma_copy(out.s_dv[0, :, :], out.dv[tok0 : tok0 + CHUNK, out.hv, out.i_tile, :])
+        T.tma_copy(out.s_dv[0, :, :], out.dv[tok0 : tok0 + CHUNK, item.hv, item.i_tile, :])
     else:
         for piece in rolled(T.ceildiv(rows, 4)):  # a row in eight pieces of 16 bytes
             row = piece * 4 + lane // 8
             if row < rows:
                 for e in T.vectorized(8):
-                    out.dv[tok0 + row, out.hv, out.i_tile, lane % 8 * 8 + e] = out.s_dv[
+                    out.dv[tok0 + row, item.hv, item.i_tile, lane % 8 * 8 + e] = out.s_dv[
                         0, row, lane % 8 * 8 + e
                     ]
 
 
 @T.macro
-def load(loads, tail_full, begin, length, num_chunks):
+def load(loads, tail_full, item):
     """Loads the tiles of each ring as soon as its slot is released; `loads` has rings and tiles."""
+    begin, length, num_chunks = item.begin, item.length, item.num_chunks
     tok0, rows = T.alloc_var("int32"), T.alloc_var("int32")
     for step in rolled(num_chunks):
         tok0 = begin + (num_chunks - 1 - step) * CHUNK
@@ -82,7 +81,7 @@ def load(loads, tail_full, begin, length, num_chunks):
 
 
 @T.macro
-def score(s_q, s_k, s_gate, s_p, q_ring, k_ring, gate_ring, p_ring, num_chunks, scale, first):
+def score(s, ring, num_chunks, scale, first):
     """Makes P as soon as q and k are there: while the state is a chunk behind.
 
     `score` of cumulated.py waits for the next chunk's q and k before it makes P, and so needs three
@@ -90,31 +89,31 @@ def score(s_q, s_k, s_gate, s_p, q_ring, k_ring, gate_ring, p_ring, num_chunks, 
     """
     r_qk = T.alloc_fragment((CHUNK, CHUNK), "float32")
     thread = T.get_thread_binding() - first
-    for slot, j in T.grid(p_ring.stages, CHUNK // 2):  # above the diagonal P stays zero for good
-        s_p[slot, thread // 2, thread % 2 * (CHUNK // 2) + j] = 0
+    for slot, j in T.grid(ring.p.stages, CHUNK // 2):  # above the diagonal P stays zero for good
+        s.p[slot, thread // 2, thread % 2 * (CHUNK // 2) + j] = 0
     for i in T.serial(num_chunks):
-        q_ring.wait(i)
-        k_ring.wait(i)
+        ring.q.wait(i)
+        ring.k.wait(i)
         T.wgmma_gemm(  # 3
-            s_q[q_ring.slot(i), :, :],
-            s_k[k_ring.slot(i), :, :],
+            s.q[ring.q.slot(i), :, :],
+            s.k[ring.k.slot(i), :, :],
             r_qk,
             transpose_B=True,
             clear_accum=True,
         )
-        gate_ring.wait(i)
-        p_ring.acquire(i)
+        ring.gate.wait(i)
+        ring.p.acquire(i)
         T.wait_wgmma(0)
-        q_ring.release(i)
-        k_ring.release(i)
+        ring.q.release(i)
+        ring.k.release(i)
         T.call_extern(
             "handle",
             "qla::gated_scores",
             r_qk.data,
-            T.access_ptr(s_gate[gate_ring.slot(i), 0, 0], "r", 3 * CHUNK),
-            T.access_ptr(s_p[p_ring.slot(i), 0, 0], "w", CHUNK * CHUNK),
+            T.access_ptr(s.gate[ring.gate.slot(i), 0, 0], "r", 3 * CHUNK),
+            T.access_ptr(s.p[ring.p.slot(i), 0, 0], "w", CHUNK * CHUNK),
             scale,
         )
-        gate_ring.release(i)
+        ring.gate.release(i)
         T.fence_proxy_async()  # P: written by threads, read by wgmma
-        p_ring.commit(i)
+        ring.p.commit(i)

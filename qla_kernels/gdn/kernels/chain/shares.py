@@ -39,25 +39,27 @@ class Shares(NamedTuple):
     pieces: Any  # [rows, PIECE_COLUMNS]
     shares: Any  # [CTAs, SHARE_COLUMNS]
     shelves: Any  # [CTAs, state warpgroups, 64 K] fp32: states that CTAs hand on
+    block: Any  # this CTA
 
-    def num_pieces(self, block: Any) -> Any:
-        return number(self.shares[block, NUM_PIECES])
+    @property
+    def num_pieces(self) -> Any:
+        return number(self.shares[self.block, NUM_PIECES])
 
-    def row(self, block: Any, j: Any) -> Any:
-        """Returns the row of the j-th piece that a CTA computes."""
-        return number(self.shares[block, LAST_PIECE]) - j
+    def row(self, j: Any) -> Any:
+        """Returns the row of the j-th piece that this CTA computes."""
+        return number(self.shares[self.block, LAST_PIECE]) - j
 
-    def takes(self, block: Any, j: Any) -> Any:
+    def takes(self, j: Any) -> Any:
         """Returns 1 if the state before a piece comes from the CTA before, else 0."""
-        return number(self.pieces[self.row(block, j), TAKES])
+        return number(self.pieces[self.row(j), TAKES])
 
-    def gives(self, block: Any, j: Any) -> Any:
+    def gives(self, j: Any) -> Any:
         """Returns 1 if the state after a piece goes to the next CTA, else 0."""
-        return number(self.pieces[self.row(block, j), GIVES])
+        return number(self.pieces[self.row(j), GIVES])
 
 
 def table_types(rows: Any, ctas: Any, states: int, K: int) -> tuple[Any, Any, Any]:
-    """Returns the types of `Shares`, as arguments of a kernel."""
+    """Returns the types of the tensors of `Shares`, as arguments of a kernel."""
     return (
         T.Tensor((rows, PIECE_COLUMNS), "int32"),
         T.Tensor((ctas, SHARE_COLUMNS), "int32"),
@@ -74,30 +76,26 @@ def number(x: Any) -> Any:
 
 
 @T.macro
-def read_piece(
-    shares, row, training,
-    n: T.Ref, kh: T.Ref, hv: T.Ref, i_tile: T.Ref, begin: T.Ref, length: T.Ref, num_chunks: T.Ref,
-    saves: T.Ref,
-):  # fmt: skip
+def read_piece(shares, row, training, item):
     """Sets what `items.find` sets for an item."""
-    n = number(shares.pieces[row, N])
-    kh = number(shares.pieces[row, KH])
-    hv = number(shares.pieces[row, HV])
-    i_tile = number(shares.pieces[row, I_TILE])
-    begin = number(shares.pieces[row, BEGIN])
-    length = number(shares.pieces[row, LENGTH])
-    num_chunks = T.ceildiv(length, CHUNK)
-    saves = 0
-    if i_tile == 0:
-        saves = training
+    item["n"] = number(shares.pieces[row, N])
+    item["kh"] = number(shares.pieces[row, KH])
+    item["hv"] = number(shares.pieces[row, HV])
+    item["i_tile"] = number(shares.pieces[row, I_TILE])
+    item["begin"] = number(shares.pieces[row, BEGIN])
+    item["length"] = number(shares.pieces[row, LENGTH])
+    item["num_chunks"] = T.ceildiv(item.length, CHUNK)
+    item["saves"] = 0
+    if item.i_tile == 0:
+        item["saves"] = training
 
 
 @T.macro
-def count_piece_chunks(shares, block, num_pieces, num_chunks: T.Ref):
+def count_piece_chunks(shares, num_pieces, num_chunks: T.Ref):
     """Sets num_chunks to the number of chunks of all pieces of a CTA."""
     num_chunks = 0
     for j in T.serial(num_pieces):
-        num_chunks += T.ceildiv(number(shares.pieces[shares.row(block, j), LENGTH]), CHUNK)
+        num_chunks += T.ceildiv(number(shares.pieces[shares.row(j), LENGTH]), CHUNK)
 
 
 def _hand(verb, access, K, r_s, shares, block, w):
@@ -110,11 +108,11 @@ def _hand(verb, access, K, r_s, shares, block, w):
     )
 
 
-def give_state(K, r_s, shares, block, w):
+def give_state(K, r_s, shares, w):
     """Puts S^T of a state warpgroup where the next CTA takes it."""
-    return _hand("give", "w", K, r_s, shares, block, w)
+    return _hand("give", "w", K, r_s, shares, shares.block, w)
 
 
-def take_state(K, r_s, shares, block, w):
+def take_state(K, r_s, shares, w):
     """Waits for S^T of the CTA before, and loads it."""
-    return _hand("take", "r", K, r_s, shares, block - 1, w)
+    return _hand("take", "r", K, r_s, shares, shares.block - 1, w)

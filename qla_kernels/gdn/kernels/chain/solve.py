@@ -29,19 +29,19 @@ def finish_product(c):
 
 
 @T.macro
-def put_scores(c, s_gate, gate_ring, s_p, p_ring, i, scale):
-    p_ring.acquire(i)
+def put_scores(c, s, ring, i, scale):
+    ring.p.acquire(i)
     T.call_extern(
         "handle",
         "qla::gated_scores",
         c.data,
-        slot_of(s_gate, gate_ring.slot(i)),
-        slot_of(s_p, p_ring.slot(i)),
+        slot_of(s.gate, ring.gate.slot(i)),
+        slot_of(s.p, ring.p.slot(i)),
         scale,
     )
-    gate_ring.release(i)
+    ring.gate.release(i)
     T.fence_proxy_async()  # P: written by threads, read by wgmma
-    p_ring.commit(i)
+    ring.p.commit(i)
 
 
 @T.macro
@@ -55,43 +55,40 @@ def clear_above(tile, first, step):
 
 
 @T.macro
-def put_lower(c, s_gate, gate_slot, s_l, scratch, barrier):
+def put_lower(c, s, gate_slot, scratch, barrier):
     sync(barrier, WARPGROUP_THREADS)  # the scratch's previous contents have been read
     T.call_extern(
-        "handle", "qla::gated_lower", c.data, slot_of(s_gate, gate_slot), slot_of(s_l, scratch)
+        "handle", "qla::gated_lower", c.data, slot_of(s.gate, gate_slot), slot_of(s.l, scratch)
     )
 
 
 @T.macro
-def put_below(s_l, scratch, s_a, a_ring, i, turn):
+def put_below(s, ring, scratch, i, turn):
     """Solves A below its diagonal blocks, and commits the slot of A."""
     T.call_extern(
-        "handle", "qla::solve_below", slot_of(s_l, scratch), slot_of(s_a, a_ring.slot(i)), turn
+        "handle", "qla::solve_below", slot_of(s.l, scratch), slot_of(s.a, ring.a.slot(i)), turn
     )
     T.fence_proxy_async()  # A: written by threads, read by wgmma
-    a_ring.commit(i)
+    ring.a.commit(i)
 
 
 @T.macro
-def score(K, s_q, s_k, s_gate, s_p, q_ring, k_ring, gate_ring, p_ring, num_chunks, scale):
+def score(K, s, ring, num_chunks, scale):
     """Makes P of each chunk; for calls in which A is given."""
     c = T.alloc_local((32,), "float32")  # Q K^T in accumulator registers
     for i in T.serial(num_chunks):
-        q_ring.wait(i)
-        k_ring.wait(i)
-        start_product(c, s_q, q_ring.slot(i), s_k, k_ring.slot(i), K)  # 3
-        gate_ring.wait(i)
+        ring.q.wait(i)
+        ring.k.wait(i)
+        start_product(c, s.q, ring.q.slot(i), s.k, ring.k.slot(i), K)  # 3
+        ring.gate.wait(i)
         finish_product(c)
-        q_ring.release(i)
-        k_ring.release(i)
-        put_scores(c, s_gate, gate_ring, s_p, p_ring, i, scale)
+        ring.q.release(i)
+        ring.k.release(i)
+        put_scores(c, s, ring, i, scale)
 
 
 @T.macro
-def solve(
-    K, s_q, s_k, s_gate, s_l, s_a, s_p, q_ring, k_ring, gate_ring, l_ring, a_ring, p_ring,
-    meet, num_chunks, scale,
-):  # fmt: skip
+def solve(K, s, ring, meet, num_chunks, scale):
     """Makes L and P of each chunk, and completes A of the chunk before, by one warpgroup.
 
     Meanwhile `invert` inverts the diagonal blocks of L. The last pass only completes A of the last
@@ -104,50 +101,47 @@ def solve(
     for i in T.serial(passes):
         now = T.min(i, num_chunks - 1)
         before = i - 1
-        k_ring.wait(now)
-        start_product(c, s_k, k_ring.slot(now), s_k, k_ring.slot(now), K)  # 3
-        gate_ring.wait(now)
+        ring.k.wait(now)
+        start_product(c, s.k, ring.k.slot(now), s.k, ring.k.slot(now), K)  # 3
+        ring.gate.wait(now)
         finish_product(c)
-        put_lower(c, s_gate, gate_ring.slot(now), s_l, l_ring.slot(i), meet.id())
+        put_lower(c, s, ring.gate.slot(now), ring.l.slot(i), meet.id())
         if i < num_chunks:
-            l_ring.commit(i)
-        q_ring.wait(now)
-        start_product(c, s_q, q_ring.slot(now), s_k, k_ring.slot(now), K)
+            ring.l.commit(i)
+        ring.q.wait(now)
+        start_product(c, s.q, ring.q.slot(now), s.k, ring.k.slot(now), K)
         if i > 0:
-            l_ring.acquire(before + l_ring.stages)  # `invert` has released it: blocks are inverted
-            put_below(s_l, l_ring.slot(before), s_a, a_ring, before, i)
+            ring.l.acquire(before + ring.l.stages)  # `invert` has released it: blocks are inverted
+            put_below(s, ring, ring.l.slot(before), before, i)
         finish_product(c)
         if i < num_chunks:
-            q_ring.release(i)
-            k_ring.release(i)
-            put_scores(c, s_gate, gate_ring, s_p, p_ring, i, scale)
+            ring.q.release(i)
+            ring.k.release(i)
+            put_scores(c, s, ring, i, scale)
 
 
 @T.macro
-def invert(s_l, s_a, l_ring, a_ring, num_chunks):
+def invert(s, ring, num_chunks):
     """Inverts the diagonal blocks of I + L, 16 x 16 each, for every chunk.
 
     One warp does so while `solve` computes the rest. It reads L in shared memory, and writes the
     inverses over L's diagonal blocks and to those of the shared tile of A.
     """
     for i in rolled(num_chunks):
-        l_ring.wait(i)
-        a_ring.acquire(i)
+        ring.l.wait(i)
+        ring.a.acquire(i)
         T.call_extern(  # 3
             "handle",
             "qla::invert_diagonals",
-            slot_of(s_l, l_ring.slot(i)),
-            slot_of(s_a, a_ring.slot(i)),
+            slot_of(s.l, ring.l.slot(i)),
+            slot_of(s.a, ring.a.slot(i)),
         )
         T.fence_proxy_async()  # A: written by threads, read by wgmma
-        l_ring.release(i)
+        ring.l.release(i)
 
 
 @T.macro
-def solve_in_teams(
-    teams, first_warpgroup, K, s_q, s_k, s_gate, s_l, s_a, s_p, q_ring, k_ring, gate_ring, a_ring,
-    p_ring, meet, num_chunks, scale,
-):  # fmt: skip
+def solve_in_teams(teams, first_warpgroup, K, s, ring, meet, num_chunks, scale):
     """Makes A and P of chunks team, team + teams, ...; each solving warpgroup is a team.
 
     At most one product is in flight: Q K^T during the inversion of the diagonal blocks, and the
@@ -160,26 +154,26 @@ def solve_in_teams(
     steps = T.ceildiv(num_chunks - team, teams)
     last = team + (steps - 1) * teams
     if steps > 0:
-        k_ring.wait(team)
-        start_product(c, s_k, k_ring.slot(team), s_k, k_ring.slot(team), K)
+        ring.k.wait(team)
+        start_product(c, s.k, ring.k.slot(team), s.k, ring.k.slot(team), K)
         finish_product(c)
     for step in T.serial(steps):
         i = step * teams + team
-        gate_ring.wait(i)
-        put_lower(c, s_gate, gate_ring.slot(i), s_l, team, meet.id(team))  # 3
-        q_ring.wait(i)
-        start_product(c, s_q, q_ring.slot(i), s_k, k_ring.slot(i), K)
-        a_ring.acquire(i)
+        ring.gate.wait(i)
+        put_lower(c, s, ring.gate.slot(i), team, meet.id(team))  # 3
+        ring.q.wait(i)
+        start_product(c, s.q, ring.q.slot(i), s.k, ring.k.slot(i), K)
+        ring.a.acquire(i)
         T.call_extern(
-            "handle", "qla::invert_own_diagonal", slot_of(s_l, team), slot_of(s_a, a_ring.slot(i))
+            "handle", "qla::invert_own_diagonal", slot_of(s.l, team), slot_of(s.a, ring.a.slot(i))
         )
         finish_product(c)
-        q_ring.release(i)
-        k_ring.release(i)
-        put_scores(c, s_gate, gate_ring, s_p, p_ring, i, scale)
+        ring.q.release(i)
+        ring.k.release(i)
+        put_scores(c, s, ring, i, scale)
         after = T.min(i + teams, last)  # the last pass repeats its own product, unused
-        k_ring.wait(after)
-        start_product(c, s_k, k_ring.slot(after), s_k, k_ring.slot(after), K)
+        ring.k.wait(after)
+        start_product(c, s.k, ring.k.slot(after), s.k, ring.k.slot(after), K)
         meet.sync(team)
-        put_below(s_l, team, s_a, a_ring, i, step)
+        put_below(s, ring, team, i, step)
         finish_product(c)

@@ -42,6 +42,8 @@ class Walk(NamedTuple):
     at: Any  # [4] digits of the next item
     by: Any  # [4] digits of the number of CTAs
     sizes: tuple[Any, Any, Any]  # tiles, value heads a key head, key heads
+    steps: Any  # the table
+    r_step: Any  # the next item's row of it
 
 
 @T.macro
@@ -55,44 +57,42 @@ def put_digits(x, sizes, digits):
 
 
 @T.macro
-def read_step(steps, n, r_step):
-    """Reads a row of `steps`; the numbers of the next item arrive while this one is computed."""
+def read_step(walk):
+    """Reads the next item's row of `steps`; its numbers arrive while this one is computed."""
+    n = walk.at[3]
     for i in T.unroll(STEP_COLUMNS):
-        r_step[i] = steps[T.min(n, steps.shape[0] - 1), i]
+        walk.r_step[i] = walk.steps[T.min(n, walk.steps.shape[0] - 1), i]
 
 
 @T.macro
-def begin_walk(block, ctas, walk, steps, r_step):
+def begin_walk(block, ctas, walk):
     put_digits(block, walk.sizes, walk.at)
     put_digits(ctas, walk.sizes, walk.by)
-    read_step(steps, walk.at[3], r_step)
+    read_step(walk)
 
 
 @T.macro
-def find(
-    walk, steps, r_step, n: T.Ref, kh: T.Ref, hv: T.Ref, i_tile: T.Ref, slot: T.Ref, row0: T.Ref,
-    kept: T.Ref, count: T.Ref, num_chunks: T.Ref,
-):  # fmt: skip
+def find(walk, item):
     """Sets an item's sequence, heads and columns, and what its row says; reads the next one's."""
-    i_tile = walk.at[0]
-    kh = walk.at[2]
-    hv = kh * walk.sizes[1] + walk.at[1]
-    n = walk.at[3]
-    slot = r_step[0]
-    row0 = r_step[1]
-    kept = r_step[2]
-    count = r_step[3]
-    num_chunks = 0
-    if slot >= 0:
-        num_chunks = T.ceildiv(kept + count, CHUNK)
-    num_chunks = T.shfl_sync(num_chunks, 0)  # uniform, and known to be
+    item["i_tile"] = walk.at[0]
+    item["kh"] = walk.at[2]
+    item["hv"] = item.kh * walk.sizes[1] + walk.at[1]
+    item["n"] = walk.at[3]
+    item["slot"] = walk.r_step[0]
+    item["row0"] = walk.r_step[1]
+    item["kept"] = walk.r_step[2]
+    item["count"] = walk.r_step[3]
+    item["num_chunks"] = 0
+    if item.slot >= 0:
+        item["num_chunks"] = T.ceildiv(item.kept + item.count, CHUNK)
+    item["num_chunks"] = T.shfl_sync(item.num_chunks, 0)  # uniform, and known to be
     for i in T.unroll(4):
         walk.at[i] += walk.by[i]
     for i, size in enumerate(walk.sizes):
         if walk.at[i] >= size:
             walk.at[i] -= size
             walk.at[i + 1] += 1
-    read_step(steps, walk.at[3], r_step)
+    read_step(walk)
 
 
 @T.macro
@@ -120,35 +120,41 @@ def fetch_rows(x, head, column, width, shared, ring, i, first, rows):
 
 
 @T.macro
-def load_k(K, q, k, s_q, s_k, q_ring, k_ring, num_chunks, tok0, row0, length, kh):
+def load_k(K, q, k, s, ring, item, tokens_each):
+    num_chunks, tok0, row0 = item.num_chunks, item.n * tokens_each, item.row0
+    length, kh = item.kept + item.count, item.kh
     for i in rolled(num_chunks):  # 1
         rows = T.min(length - i * CHUNK, CHUNK)
-        fetch_rows(k, kh, 0, K, s_k, k_ring, i, T.bitwise_xor(row0, i * CHUNK), rows)
-        q_ring.acquire(i)
+        fetch_rows(k, kh, 0, K, s.k, ring.k, i, T.bitwise_xor(row0, i * CHUNK), rows)
+        ring.q.acquire(i)
         T.tma_copy(
             q[tok0 : tok0 + NEW_TOKENS, kh, 0:K],
-            s_q[q_ring.slot(i), :, :],
-            barrier=q_ring.barrier(i),
+            s.q[ring.q.slot(i), :, :],
+            barrier=ring.q.barrier(i),
         )
-        q_ring.commit(i)
+        ring.q.commit(i)
 
 
 @T.macro
-def load_s(states, K, anchors, s_s, s_ring, num_chunks, slot, hv, v0):
+def load_s(variant, anchors, s, ring, item):
+    num_chunks, slot, hv = item.num_chunks, item.slot, item.hv
+    v0 = item.i_tile * variant.tile_v
     if num_chunks > 0:  # 2
-        for w in rolled(states):
-            s_ring.acquire(w)
+        for w in rolled(variant.states):
+            ring.s.acquire(w)
             T.tma_copy(
-                anchors[slot, hv, 0:K, v0 + w * TILE : v0 + w * TILE + TILE],
-                s_s[s_ring.slot(w), :, :],
-                barrier=s_ring.barrier(w),
+                anchors[slot, hv, 0 : variant.K, v0 + w * TILE : v0 + w * TILE + TILE],
+                s.s[ring.s.slot(w), :, :],
+                barrier=ring.s.barrier(w),
             )
-            s_ring.commit(w)
+            ring.s.commit(w)
 
 
 @T.macro
-def load_v(tile_v, v, s_v, v_ring, num_chunks, row0, length, hv, v0):
+def load_v(variant, v, s, ring, item):
+    num_chunks, row0, length = item.num_chunks, item.row0, item.kept + item.count
+    hv, v0 = item.hv, item.i_tile * variant.tile_v
     for i in rolled(num_chunks):  # 2
         rows = T.min(length - i * CHUNK, CHUNK)
         row = T.bitwise_xor(row0, i * CHUNK)
-        fetch_rows(v, hv, v0, tile_v, s_v, v_ring, i, row, rows)
+        fetch_rows(v, hv, v0, variant.tile_v, s.v, ring.v, i, row, rows)

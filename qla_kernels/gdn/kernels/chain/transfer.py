@@ -75,32 +75,35 @@ def tail_out(x, tile, slot, tok0, rows, hv, column):
 
 
 @T.macro
-def store(o, A, s_o, s_a, o_ring, a_ring, begin, length, hv, first_column, solves, saves):
+def store(o, A, s, ring, item, solves):
+    """Stores O of all chunks and, if this kernel solves and the item saves it, A."""
+    begin, length, hv = item.begin, item.length, item.hv
+    first_column, saves = item.i_tile * ring.o.stages, item.saves
     whole, tail = T.alloc_var("int32"), T.alloc_var("int32")
     whole = length // CHUNK
     tail = length % CHUNK
     for i in rolled(whole):
         if solves:
-            a_ring.wait(i)
+            ring.a.wait(i)
             if saves != 0:
-                chunk_out(A, s_a, a_ring.slot(i), begin + i * CHUNK, hv, 0)  # 7
-            a_ring.release(i)
-        for w in rolled(o_ring.stages):
-            o_ring.wait(i * o_ring.stages + w)
-            T.fence_proxy_async()  # s_o: written by threads, read by the TMA store
-            chunk_out(o, s_o, w, begin + i * CHUNK, hv, first_column + w)  # 7
-            o_ring.release(i * o_ring.stages + w)
+                chunk_out(A, s.a, ring.a.slot(i), begin + i * CHUNK, hv, 0)  # 7
+            ring.a.release(i)
+        for w in rolled(ring.o.stages):
+            ring.o.wait(i * ring.o.stages + w)
+            T.fence_proxy_async()  # s.o: written by threads, read by the TMA store
+            chunk_out(o, s.o, w, begin + i * CHUNK, hv, first_column + w)  # 7
+            ring.o.release(i * ring.o.stages + w)
     if tail > 0:
         tok0 = begin + whole * CHUNK
         if solves:
-            a_ring.wait(whole)
+            ring.a.wait(whole)
             if saves != 0:
-                tail_out(A, s_a, a_ring.slot(whole), tok0, tail, hv, 0)
-            a_ring.release(whole)
-        for w in rolled(o_ring.stages):
-            o_ring.wait(whole * o_ring.stages + w)
-            tail_out(o, s_o, w, tok0, tail, hv, first_column + w)
-            o_ring.release(whole * o_ring.stages + w)
+                tail_out(A, s.a, ring.a.slot(whole), tok0, tail, hv, 0)
+            ring.a.release(whole)
+        for w in rolled(ring.o.stages):
+            ring.o.wait(whole * ring.o.stages + w)
+            tail_out(o, s.o, w, tok0, tail, hv, first_column + w)
+            ring.o.release(whole * ring.o.stages + w)
 
 
 @T.macro
