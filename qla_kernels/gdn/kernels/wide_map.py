@@ -55,10 +55,11 @@ from qla_kernels.gdn.kernels.chain.wide import await_product, load_gates, produc
 from qla_kernels.gdn.kernels.tables import sequence_span
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.dependent import await_previous
-from qla_kernels.tile.language import make_full_bank_swizzled_layout
 from qla_kernels.tile.loops import rolled
-from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.rings import rings
+from qla_kernels.tile.schedule import Role, Schedule, Tile, free, full
+from qla_kernels.tile.strided import strided
+from qla_kernels.tile.tiles import tiles
 
 SOURCE = WIDE + Path(__file__).with_suffix(".cuh").read_text()
 
@@ -83,19 +84,18 @@ PASS_CONFIGS = {
     "tl.disable_safe_memory_legalize": True,  # every index is guarded by the segment's length
 }
 
-WIDE_MAP_RINGS = {"rows": 3, "gate": 3}
-
 
 def schedule(variant: Variant) -> Schedule:
-    rings = WIDE_MAP_RINGS
+    dtype = variant.dtype
+    slots = {"rows": 3, "gate": 3}
     return Schedule(
         roles=(
             Role(
                 "state",
                 warps=4 * variant.states,
                 regs=240,
-                waits=("rows_full", "gate_full"),
-                signals=("rows_free", "gate_free"),
+                waits=full("rows", "gate"),
+                signals=free("rows", "gate"),
                 computes="X, W, V'; b or M out",
                 uses=("wgmma",),
             ),
@@ -119,12 +119,14 @@ def schedule(variant: Variant) -> Schedule:
             ),
             Role("spare", warps=2, regs=24, computes="fills the warpgroup"),
         ),
-        rings=rings,
+        rings=slots,
         named=named_barriers(variant.states),
-        # k, v, A; gates; barriers and alignment
-        smem_bytes=rings["rows"] * CHUNK * (variant.K + variant.tile_v + CHUNK) * 2
-        + rings["gate"] * GATE_ROWS * CHUNK * 4
-        + 1024,
+        tiles={
+            "k": Tile((slots["rows"], CHUNK, variant.K), dtype, swizzled=True),
+            "v": Tile((slots["rows"], CHUNK, variant.tile_v), dtype, swizzled=True),
+            "a": Tile((slots["rows"], CHUNK, CHUNK), dtype, swizzled=True),
+            "gate": Tile((slots["gate"], GATE_ROWS, CHUNK), "float32"),
+        },
     )
 
 
@@ -151,7 +153,8 @@ def enter(K, r_s, h0, has_start, of_map, n, hv, column):
 
 
 @T.macro
-def state(states, K, dtype, r_s, s_k, s_v, s_a, s_gate, rows, gates, turn, num_chunks, of_map):
+def state(variant, r_s, s, ring, turn, num_chunks, of_map):
+    states, K, dtype = variant.states, variant.K, variant.dtype
     r_x = T.alloc_fragment((TILE, CHUNK), "float32")  # X K^T, then W^T
     r_n = T.alloc_fragment((TILE, CHUNK), "float32")  # V'^T
     columns = 32 // states  # of a slab, as in wide_fwd
@@ -165,9 +168,9 @@ def state(states, K, dtype, r_s, s_k, s_v, s_a, s_gate, rows, gates, turn, num_c
     if states == 2:
         w = T.shfl_sync(T.get_thread_binding(1), 0)  # uniform, and known to be
     for i in T.serial(num_chunks):
-        slot = rows.slot(i)
-        gate_slot = gates.slot(i)
-        rows.wait(i)
+        slot = ring.rows.slot(i)
+        gate_slot = ring.gate.slot(i)
+        ring.rows.wait(i)
         take_turn(turn, w)
         T.call_extern(  # 3
             "handle",
@@ -175,33 +178,33 @@ def state(states, K, dtype, r_s, s_k, s_v, s_a, s_gate, rows, gates, turn, num_c
             r_x.data,
             r_slabs.data,
             r_s.data,
-            slot_of(s_k, slot, "r"),
+            slot_of(s.k, slot, "r"),
         )
         give_turn(turn, w)
-        gates.wait(i)
-        load_transposed(s_v, slot, w, r_vt)  # for columns of M never written, and not used
+        ring.gate.wait(i)
+        load_transposed(s.v, slot, w, r_vt)  # for columns of M never written, and not used
         await_product(r_x, 0)
         for r, c in T.Parallel(TILE, CHUNK):
             r_x[r, c] = (
-                s_gate[gate_slot, BETA, c]
+                s.gate[gate_slot, BETA, c]
                 * T.if_then_else(of_map != 0, 0.0, T.cast(r_vt[c, r], "float32"))
-                - s_gate[gate_slot, BETA_E, c] * r_x[r, c]
+                - s.gate[gate_slot, BETA_E, c] * r_x[r, c]
             )
         T.copy(r_x, r_w16)
         take_turn(turn, w)
-        T.wgmma_gemm(r_w16, s_a[slot, :, :], r_n, transpose_B=True, clear_accum=True)  # 4
+        T.wgmma_gemm(r_w16, s.a[slot, :, :], r_n, transpose_B=True, clear_accum=True)  # 4
         give_turn(turn, w)
         for r, c in T.Parallel(TILE, K):
-            r_s[r, c] *= s_gate[gate_slot, LAST, 0]
+            r_s[r, c] *= s.gate[gate_slot, LAST, 0]
         T.wait_wgmma(0)
         for r, c in T.Parallel(TILE, CHUNK):
-            r_dn16[r, c] = r_n[r, c] * s_gate[gate_slot, D, c]
-        gates.release(i)
+            r_dn16[r, c] = r_n[r, c] * s.gate[gate_slot, D, c]
+        ring.gate.release(i)
         take_turn(turn, w)
-        T.wgmma_gemm(r_dn16, s_k[slot, :, :], r_s)  # 5
+        T.wgmma_gemm(r_dn16, s.k[slot, :, :], r_s)  # 5
         give_turn(turn, w)
         T.wait_wgmma(0)  # nothing may be in flight across the back edge: ptxas would serialise all
-        rows.release(i)
+        ring.rows.release(i)
 
 
 @T.macro
@@ -215,58 +218,34 @@ def leave(K, r_s, starts, maps, of_map, p, hv, column):
 
 def build(variant: Variant):
     plan = schedule(variant)
-    K, states, rings = variant.K, variant.states, plan.rings
+    K, dtype = variant.K, variant.dtype
     num_tokens, num_heads, num_value_heads = T.dynamic("num_tokens, num_heads, num_value_heads")
     V, num_tiles, capacity, room = T.dynamic("V, num_tiles, capacity, room")
-    num_h0, num_bounds = T.dynamic("num_h0, num_bounds")
-    num_firsts = T.dynamic("num_firsts")
-    k_token, k_head = T.dynamic("k_token, k_head")
-    v_token, v_head, v_tile = T.dynamic("v_token, v_head, v_tile")
-    h0_n, h0_h, h0_k, h0_v = T.dynamic("h0_n, h0_h, h0_k, h0_v")
-    starts_n, starts_h, starts_v = T.dynamic("starts_n, starts_h, starts_v")
-    maps_n, maps_h, maps_v = T.dynamic("maps_n, maps_h, maps_v")
+    num_h0, num_bounds, num_firsts = T.dynamic("num_h0, num_bounds, num_firsts")
+    value_rows, heads_here = (num_tokens, num_value_heads), (capacity, num_value_heads)
 
     @T.prim_func
     def wide_map(
-        k: T.StridedTensor((num_tokens, num_heads, K), (k_token, k_head, 1), variant.dtype),
-        v: T.StridedTensor(
-            (num_tokens, num_value_heads, num_tiles, variant.tile_v),
-            (v_token, v_head, v_tile, 1),
-            variant.dtype,
-        ),
-        A: T.Tensor((num_tokens, num_value_heads, CHUNK), variant.dtype),
+        k: strided("k", "token head", (num_tokens, num_heads, K), dtype),
+        v: strided("v", "token head tile", (*value_rows, num_tiles, variant.tile_v), dtype),
+        A: T.Tensor((*value_rows, CHUNK), dtype),
         gates: T.Tensor((room, num_value_heads, GATE_ROWS, CHUNK), "float32"),
         first_chunk: T.Tensor((num_firsts,), "int32"),
         bounds: T.Tensor((num_bounds,), "int32"),
         starts_of: T.Tensor((num_bounds,), "int32"),
         ends_of: T.Tensor((num_bounds,), "int32"),
         heads: T.Tensor((num_value_heads,), "int32"),
-        windows: T.Tensor((capacity, num_value_heads), "int32"),
-        h0: T.StridedTensor((num_h0, num_value_heads, K, V), (h0_n, h0_h, h0_k, h0_v), "float32"),
-        starts: T.StridedTensor(
-            (capacity, num_value_heads, K, V), (starts_n, starts_h, 1, starts_v), "float32"
-        ),
-        maps: T.StridedTensor(
-            (capacity, num_value_heads, K, K), (maps_n, maps_h, 1, maps_v), "float32"
-        ),
+        windows: T.Tensor(heads_here, "int32"),
+        h0: strided("h0", "n h k v", (num_h0, num_value_heads, K, V), "float32"),
+        starts: strided("starts", "n h 1 v", (*heads_here, K, V), "float32"),
+        maps: strided("maps", "n h 1 v", (*heads_here, K, K), "float32"),
         has_h0: T.int32,
     ):
         with T.Kernel(
             capacity, num_tiles + K // variant.tile_v, num_value_heads, threads=plan.block
         ) as (p, i_slice, place):
             T.import_source(SOURCE)
-            s_k = T.alloc_shared((rings["rows"], CHUNK, K), variant.dtype)
-            s_v = T.alloc_shared((rings["rows"], CHUNK, variant.tile_v), variant.dtype)
-            s_a = T.alloc_shared((rings["rows"], CHUNK, CHUNK), variant.dtype)
-            s_gate = T.alloc_shared((rings["gate"], GATE_ROWS, CHUNK), "float32")
-            T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in (s_k, s_v, s_a)})
-            rows_full = T.alloc_barrier([plan.arrivals("rows_full")] * rings["rows"])
-            rows_free = T.alloc_barrier([plan.arrivals("rows_free")] * rings["rows"])
-            gate_full = T.alloc_barrier([plan.arrivals("gate_full")] * rings["gate"])
-            gate_free = T.alloc_barrier([plan.arrivals("gate_free")] * rings["gate"])
-            rows = Ring(rows_full, rows_free, rings["rows"])
-            gate_ring = Ring(gate_full, gate_free, rings["gate"])
-
+            s, ring = tiles(plan), rings(plan)
             n, hv, window = (T.alloc_var("int32") for _ in range(3))
             column, of_map = T.alloc_var("int32"), T.alloc_var("int32")
             begin, length, num_chunks, skipped = (T.alloc_var("int32") for _ in range(4))
@@ -294,29 +273,26 @@ def build(variant: Variant):
             begin += skipped * CHUNK
             turn = turns(plan)
             tx, warpgroup = T.get_thread_binding(0), T.get_thread_binding(1)
-            if warpgroup < states:
+            if warpgroup < variant.states:
                 T.set_max_nreg(plan.role("state").regs, 1)
                 num_chunks = T.shfl_sync(num_chunks, 0)  # uniform, and known to be
                 if num_chunks > 0:
                     r_s = T.alloc_fragment((TILE, K), "float32")  # X^T: from first to last chunk
                     enter(K, r_s, h0, has_start, of_map, n, hv, column + warpgroup * TILE)
                     first_turn(turn, warpgroup)
-                    state(
-                        states, K, variant.dtype, r_s, s_k, s_v, s_a, s_gate, rows, gate_ring,
-                        turn, num_chunks, of_map,
-                    )  # fmt: skip
+                    state(variant, r_s, s, ring, turn, num_chunks, of_map)
                     last_turn(turn, warpgroup)
                     leave(K, r_s, starts, maps, of_map, p, hv, column + warpgroup * TILE)
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if tx < 32:
                     always = [
-                        Rows(k, (hv // (num_value_heads // num_heads),), s_k),
-                        Rows(A, (hv,), s_a),
+                        Rows(k, (hv // (num_value_heads // num_heads),), s.k),
+                        Rows(A, (hv,), s.a),
                     ]
-                    values = Rows(v, (hv, i_slice), s_v)
-                    load(always, values, of_map, rows, begin, num_chunks)
+                    values = Rows(v, (hv, i_slice), s.v)
+                    load(always, values, of_map, ring.rows, begin, num_chunks)
                 elif tx < 64:
-                    load_gates(gates, first_chunk[p] + skipped, hv, s_gate, gate_ring, num_chunks)
+                    load_gates(gates, first_chunk[p] + skipped, hv, s.gate, ring.gate, num_chunks)
 
     return wide_map

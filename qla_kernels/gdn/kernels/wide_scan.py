@@ -25,7 +25,9 @@ from typing import NamedTuple
 import qla_kernels.tile.language as T
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.loops import rolled
-from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.schedule import Role, Schedule, Tile
+from qla_kernels.tile.strided import strided
+from qla_kernels.tile.tiles import tiles
 
 SCAN_COLUMNS = 16  # columns of S that a CTA computes
 SCAN_QUARTERS = 4  # parts of K in the sum of a row
@@ -49,7 +51,10 @@ def schedule(variant: Variant) -> Schedule:
     K = variant.K
     return Schedule(
         roles=(Role("fold", warps=K // 32, regs=224, computes="M S + b"),),  # a thread a row of S
-        smem_bytes=(1 + SCAN_QUARTERS) * K * SCAN_COLUMNS * 4,
+        tiles={
+            "s": Tile((K, SCAN_COLUMNS), "float32"),
+            "parts": Tile((SCAN_QUARTERS, SCAN_COLUMNS, K // FOLD_ROWS, FOLD_ROWS), "float32"),
+        },
     )
 
 
@@ -73,8 +78,8 @@ def multiply(r_m, s_s, column, r_sum):
 
 
 @T.macro
-def fold(K, states, maps, s_s, s_parts, p, hv, v0, known):
-    """Computes the state that enters segment p + 1; `known` says whether s_s has that of p."""
+def fold(K, states, maps, s, p, hv, v0, known):
+    """Computes the state that enters segment p + 1; `known` says whether s.s has that of p."""
     thread = T.get_thread_binding()
     r_m = T.alloc_local((FOLD_AHEAD, FOLD_ROWS), "float32")
     r_next = T.alloc_local((FOLD_AHEAD, FOLD_ROWS), "float32")
@@ -88,7 +93,7 @@ def fold(K, states, maps, s_s, s_parts, p, hv, v0, known):
         r_b[c] = states[p + 1, hv, v0 + c, thread]
     if known == 0:
         for c in T.unroll(SCAN_COLUMNS):  # 1
-            s_s[thread, c] = states[p, hv, v0 + c, thread]
+            s.s[thread, c] = states[p, hv, v0 + c, thread]
     for c in T.unroll(SCAN_COLUMNS):
         for e in T.unroll(FOLD_ROWS):
             r_sum[c, e] = 0.0
@@ -96,19 +101,19 @@ def fold(K, states, maps, s_s, s_parts, p, hv, v0, known):
     for i in rolled(K // SCAN_QUARTERS // FOLD_AHEAD):  # 2
         after = T.min(i + 1, K // SCAN_QUARTERS // FOLD_AHEAD - 1)  # the last is read twice, unused
         read_map(maps, p, hv, first + after * FOLD_AHEAD, row, r_next)
-        multiply(r_m, s_s, first + i * FOLD_AHEAD, r_sum)
+        multiply(r_m, s.s, first + i * FOLD_AHEAD, r_sum)
         for j in T.unroll(FOLD_AHEAD):
             for e in T.unroll(FOLD_ROWS):
                 r_m[j, e] = r_next[j, e]
     for c in T.unroll(SCAN_COLUMNS):
         for e in T.vectorized(FOLD_ROWS):
-            s_parts[first // (K // SCAN_QUARTERS), c, row, e] = r_sum[c, e]
+            s.parts[first // (K // SCAN_QUARTERS), c, row, e] = r_sum[c, e]
     T.sync_threads()
     for c in T.unroll(SCAN_COLUMNS):  # 3
         for part in T.unroll(SCAN_QUARTERS):
-            r_b[c] += s_parts[part, c, thread // FOLD_ROWS, thread % FOLD_ROWS]
+            r_b[c] += s.parts[part, c, thread // FOLD_ROWS, thread % FOLD_ROWS]
         states[p + 1, hv, v0 + c, thread] = r_b[c]
-        s_s[thread, c] = r_b[c]
+        s.s[thread, c] = r_b[c]
 
 
 def build(variant: Variant):
@@ -116,12 +121,11 @@ def build(variant: Variant):
     K = variant.K
     num_value_heads, V = T.dynamic("num_value_heads, V")
     num_bounds, capacity, num_h0 = T.dynamic("num_bounds, capacity, num_h0")
-    h0_n, h0_h, h0_k, h0_v = T.dynamic("h0_n, h0_h, h0_k, h0_v")
 
     @T.prim_func
     def wide_scan(
         first_segment: T.Tensor((num_bounds,), "int32"),
-        h0: T.StridedTensor((num_h0, num_value_heads, K, V), (h0_n, h0_h, h0_k, h0_v), "float32"),
+        h0: strided("h0", "n h k v", (num_h0, num_value_heads, K, V), "float32"),
         states: T.Tensor((capacity, num_value_heads, V, K), "float32"),
         maps: T.Tensor((capacity, num_value_heads, K, K // FOLD_ROWS, FOLD_ROWS), "float32"),
         windows: T.Tensor((capacity, num_value_heads), "int32"),
@@ -130,10 +134,7 @@ def build(variant: Variant):
         with T.Kernel(
             (num_bounds - 1) * num_value_heads * (V // SCAN_COLUMNS), threads=plan.threads
         ) as block:
-            s_s = T.alloc_shared((K, SCAN_COLUMNS), "float32")
-            s_parts = T.alloc_shared(
-                (SCAN_QUARTERS, SCAN_COLUMNS, K // FOLD_ROWS, FOLD_ROWS), "float32"
-            )
+            s = tiles(plan)
             n, hv, v0 = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             first, last = T.alloc_var("int32"), T.alloc_var("int32")
             p, known = T.alloc_var("int32"), T.alloc_var("int32")
@@ -152,7 +153,7 @@ def build(variant: Variant):
             for i in rolled(T.max(last - first - 1, 0)):  # neither the first nor the last is folded
                 p = first + 1 + i
                 if windows[p, hv] == 0:
-                    fold(K, states, maps, s_s, s_parts, p, hv, v0, known)
+                    fold(K, states, maps, s, p, hv, v0, known)
                     known = 1
                 else:
                     known = 0

@@ -19,6 +19,7 @@ from qla_kernels.gdn.kernels.chain.layout import (
     TILE,
     D,
     accumulator_layout,
+    find_row,
     give_turn,
     load_transposed,
     slot_of,
@@ -49,49 +50,39 @@ def await_product(r_c, in_flight):
 
 
 @T.macro
-def find(
-    x, spans, num_tokens, num_tiles, n: T.Ref, i_tile: T.Ref, begin: T.Ref, length: T.Ref,
-    num_chunks: T.Ref,
-):  # fmt: skip
-    i_tile = x % num_tiles
-    n = x // num_tiles
-    read_span(spans, n, num_tokens, begin, length)
-    num_chunks = T.ceildiv(length, CHUNK)
+def find(x, spans, num_tokens, num_tiles, item):
+    """Sets `item` to a CTA's sequence and V tile."""
+    item["i_tile"] = x % num_tiles
+    item["n"] = x // num_tiles
+    read_span(spans, item.n, num_tokens, item.begin, item.length)
+    item["num_chunks"] = T.ceildiv(item.length, CHUNK)
 
 
 @T.macro
-def enter(K, r_s, h0, has_h0, starts_of, n, hv, v0):
-    """Loads S^T of the 64 columns of V from v0 on, or clears it."""
-    row = T.alloc_var("int32")  # row of h0
-    row = -1
-    if has_h0 == 1:
-        row = n
-    if has_h0 == 2:
-        row = starts_of[n]  # the row in which this node's parent ends, if any
+def enter(variant, r_s, states, w, item, hv):
+    """Loads S^T of the 64 columns of V of state warpgroup w, or clears it."""
+    n, v0 = item.n, item.i_tile * variant.tile_v + w * TILE
+    row = T.alloc_var("int32")
+    find_row(states, n, row)
     if row >= 0:
-        move_state("load", K, r_s, h0, row, hv, v0)
+        move_state("load", variant.K, r_s, states.tensor, row, hv, v0)
     else:
         T.clear(r_s)
 
 
 @T.macro
-def leave(K, r_s, ht, has_ht, ends_of, n, hv, v0):
+def leave(variant, r_s, states, w, item, hv):
     """Stores S^T, if it is asked for."""
-    row = T.alloc_var("int32")  # row of ht
-    row = -1
-    if has_ht == 1:
-        row = n
-    if has_ht == 2:
-        row = ends_of[n]  # the sequence that this segment ends, or the row of this node, if any
+    n, v0 = item.n, item.i_tile * variant.tile_v + w * TILE
+    row = T.alloc_var("int32")
+    find_row(states, n, row)
     if row >= 0:
-        move_state("store", K, r_s, ht, row, hv, v0)
+        move_state("store", variant.K, r_s, states.tensor, row, hv, v0)
 
 
 @T.macro
-def state(
-    states, K, dtype, r_s, s_q, s_k, s_v, s_gate, s_a, s_p, s_o,
-    q_ring, k_ring, v_ring, gate_ring, a_ring, p_ring, o_ring, turn, num_chunks,
-):  # fmt: skip
+def state(variant, r_s, s, ring, turn, num_chunks):
+    states, K, dtype = variant.states, variant.K, variant.dtype
     r_x = T.alloc_fragment((TILE, CHUNK), "float32")  # S K^T, then W^T
     r_n = T.alloc_fragment((TILE, CHUNK), "float32")  # V'^T
     r_o = T.alloc_fragment((TILE, CHUNK), "float32")  # O^T
@@ -108,10 +99,10 @@ def state(
     if states == 2:
         w = T.shfl_sync(T.get_thread_binding(1), 0)  # uniform, and known to be
     for i in T.serial(num_chunks):
-        slot = k_ring.slot(i)
-        gate_slot = gate_ring.slot(i)
-        q_ring.wait(i)
-        k_ring.wait(i)
+        slot = ring.k.slot(i)
+        gate_slot = ring.gate.slot(i)
+        ring.q.wait(i)
+        ring.k.wait(i)
         take_turn(turn, w)
         T.call_extern(  # 2
             "handle",
@@ -120,46 +111,46 @@ def state(
             r_o.data,
             r_slabs.data,
             r_s.data,
-            slot_of(s_k, slot, "r"),
-            slot_of(s_q, q_ring.slot(i), "r"),
+            slot_of(s.k, slot, "r"),
+            slot_of(s.q, ring.q.slot(i), "r"),
         )
         give_turn(turn, w)
-        v_ring.wait(i)
-        gate_ring.wait(i)
+        ring.v.wait(i)
+        ring.gate.wait(i)
         await_product(r_x, 1)  # S Q^T is in flight
-        load_transposed(s_v, v_ring.slot(i), w, r_vt)
+        load_transposed(s.v, ring.v.slot(i), w, r_vt)
         for r, c in T.Parallel(TILE, CHUNK):  # 3
             r_x[r, c] = (
-                s_gate[gate_slot, BETA, c] * r_vt[c, r] - s_gate[gate_slot, BETA_E, c] * r_x[r, c]
+                s.gate[gate_slot, BETA, c] * r_vt[c, r] - s.gate[gate_slot, BETA_E, c] * r_x[r, c]
             )
-        v_ring.release(i)
+        ring.v.release(i)
         T.copy(r_x, r_w16)
         await_product(r_o, 0)
-        q_ring.release(i)
-        a_ring.wait(i)
+        ring.q.release(i)
+        ring.a.wait(i)
         take_turn(turn, w)
-        T.wgmma_gemm(r_w16, s_a[a_ring.slot(i), :, :], r_n, transpose_B=True, clear_accum=True)
+        T.wgmma_gemm(r_w16, s.a[ring.a.slot(i), :, :], r_n, transpose_B=True, clear_accum=True)
         give_turn(turn, w)
         for r, c in T.Parallel(TILE, K):
-            r_s[r, c] *= s_gate[gate_slot, LAST, 0]
+            r_s[r, c] *= s.gate[gate_slot, LAST, 0]
         for r, c in T.Parallel(TILE, CHUNK):
-            r_o[r, c] *= s_gate[gate_slot, SCALE_E, c]
+            r_o[r, c] *= s.gate[gate_slot, SCALE_E, c]
         T.wait_wgmma(0)
-        a_ring.release(i)
+        ring.a.release(i)
         T.copy(r_n, r_n16)
-        p_ring.wait(i)
+        ring.p.wait(i)
         take_turn(turn, w)
-        T.wgmma_gemm(r_n16, s_p[p_ring.slot(i), :, :], r_o, transpose_B=True)  # 4
+        T.wgmma_gemm(r_n16, s.p[ring.p.slot(i), :, :], r_o, transpose_B=True)  # 4
         for r, c in T.Parallel(TILE, CHUNK):
-            r_dn16[r, c] = r_n[r, c] * s_gate[gate_slot, D, c]
-        gate_ring.release(i)
-        T.wgmma_gemm(r_dn16, s_k[slot, :, :], r_s)
+            r_dn16[r, c] = r_n[r, c] * s.gate[gate_slot, D, c]
+        ring.gate.release(i)
+        T.wgmma_gemm(r_dn16, s.k[slot, :, :], r_s)
         give_turn(turn, w)
         T.wait_wgmma(0)  # nothing may be in flight across the back edge: ptxas would serialise all
-        k_ring.release(i)
-        p_ring.release(i)
+        ring.k.release(i)
+        ring.p.release(i)
         T.copy(r_o, r_o16)
-        put_out(r_o16, s_o, o_ring, w, i * states + w)
+        put_out(r_o16, s.o, ring.o, w, i * states + w)
 
 
 @T.macro
@@ -172,8 +163,9 @@ def load_gates(gates, first, hv, s_gate, ring, num_chunks):
 
 
 @T.macro
-def store(states, o, s_o, ring, begin, length, hv, first_column):
+def store(states, o, s_o, ring, item, hv):
     """Stores O of all chunks: by TMA, and the tail's rows by predicated writes."""
+    begin, length, first_column = item.begin, item.length, item.i_tile * states
     whole, tail = T.alloc_var("int32"), T.alloc_var("int32")
     whole = length // CHUNK
     tail = length % CHUNK
