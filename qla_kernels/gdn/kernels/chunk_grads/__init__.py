@@ -51,29 +51,16 @@ index for TMA alone, which reads zeros outside a tensor.
 from typing import NamedTuple
 
 import qla_kernels.tile.language as T
-from qla_kernels.gdn.kernels.chain.layout import BETA, GAMMA, GATE_ROWS
+from qla_kernels.gdn.kernels.chain.layout import BETA, GAMMA
 from qla_kernels.gdn.kernels.chunk_grads import layout as grads
 from qla_kernels.gdn.kernels.chunk_grads import panel as grads_panel
 from qla_kernels.gdn.kernels.chunk_grads import store as grads_out
 from qla_kernels.gdn.kernels.chunk_grads import tiles
-from qla_kernels.gdn.kernels.chunk_grads.layout import (
-    KEY,
-    PANEL,
-    SUM_ROWS,
-    VN,
-    ChunkWalk,
-    GradTiles,
-    P,
-    Rings,
-    free,
-    full,
-)
+from qla_kernels.gdn.kernels.chunk_grads.layout import KEY, PANEL, VN, ChunkWalk, P
 from qla_kernels.tile.constants import CHUNK
-from qla_kernels.tile.language import make_full_bank_swizzled_layout
 from qla_kernels.tile.loops import rolled
-from qla_kernels.tile.named_barriers import NamedBarrier
-from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Role, Schedule
+from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Role, Schedule, each, free, full
+from qla_kernels.tile.strided import strided
 
 
 class Variant(NamedTuple):
@@ -102,15 +89,10 @@ PASS_CONFIGS = {
     "tl.disable_safe_memory_legalize": True,  # every index is guarded by the table of chunks
 }
 
-# slots of loaded tiles and of gates; dv lies in v's
-GRAD_RINGS = {"qk": 1, "rows": 1, "h": 2, "ds": 1, "gate": 2, "dv": 1}
-
 
 def schedule(variant: Variant) -> Schedule:
     panel_regs, score_regs = (160, 152) if variant.panels == 2 else (216, 216)
-    of_values = (
-        WARPGROUP_THREADS * variant.V // PANEL
-    )  # threads of the warpgroups that have a panel of V
+    with_values = WARPGROUP_THREADS * variant.V // PANEL  # threads that have a panel of V
     return Schedule(
         roles=(
             Role(
@@ -124,7 +106,7 @@ def schedule(variant: Variant) -> Schedule:
                 signals=(
                     *free("qk", "rows", "h", "ds", "gate", "scores", "vn", "y"),
                     "sums_full",
-                    *((name, of_values) for name in full("vn", "y", "dv")),
+                    *each(full("vn", "y", "dv"), with_values),
                 ),
                 computes="W, V', dV', Y, dV; dQ, dK",
                 uses=("wgmma", "tma_store"),
@@ -140,16 +122,9 @@ def schedule(variant: Variant) -> Schedule:
             ),
             *grads.serving_roles(regs=40),
         ),
-        rings=GRAD_RINGS,
+        rings=grads.GRAD_RINGS,
         named={"own": Named(WARPGROUP_THREADS, copies=variant.panels)},
-        # q, k and dS; v; dO, V', Y; A; S0 twice; P and F; gates, sums; barriers, alignment
-        smem_bytes=4 * CHUNK * variant.K * 2
-        + (1 + variant.tok) * CHUNK * variant.V * 2
-        + CHUNK * CHUNK * 2
-        + 2 * variant.V * variant.K * 2
-        + 2 * CHUNK * CHUNK * 2
-        + (GRAD_RINGS["gate"] * GATE_ROWS + SUM_ROWS) * CHUNK * 4
-        + 1024,
+        tiles=grads.shared(variant),
     )
 
 
@@ -229,44 +204,32 @@ def score(s, ring, walk, scale):
 
 def build(variant: Variant):
     plan = schedule(variant)
-    K, V = variant.K, variant.V
+    V, dtype = variant.V, variant.dtype
     num_tokens, num_heads, group = T.dynamic("num_tokens, num_heads, group")
     capacity, num_rows, num_tails = T.dynamic("capacity, num_rows, num_tails")
     num_owners, size = T.dynamic("num_owners, size")
-    q_token, q_head, k_token, k_head = T.dynamic("q_token, q_head, k_token, k_head")
-    v_token, v_head, v_r = T.dynamic("v_token, v_head, v_r")
-    do_token, do_head, do_r = T.dynamic("do_token, do_head, do_r")
-
-    def tile(*shape: int):
-        return T.alloc_shared(shape, variant.dtype)
-
-    def barrier(name: str):
-        return T.alloc_barrier([plan.arrivals(name)] * plan.slots(name))
+    rows, value_rows = (num_tokens, num_heads, size), (num_tokens, num_heads, group)
 
     @T.prim_func
     def chunk_grads(
-        q: T.StridedTensor((num_tokens, num_heads, size), (q_token, q_head, 1), variant.dtype),
-        k: T.StridedTensor((num_tokens, num_heads, size), (k_token, k_head, 1), variant.dtype),
-        v: T.StridedTensor(
-            (num_tokens, num_heads, group, V), (v_token, v_head, v_r, 1), variant.dtype
-        ),
-        do: T.StridedTensor(
-            (num_tokens, num_heads, group, V), (do_token, do_head, do_r, 1), variant.dtype
-        ),
-        g_cum: T.Tensor((num_tokens, num_heads, group), "float32"),
-        beta: T.Tensor((num_tokens, num_heads, group), "float32"),
-        A: T.Tensor((num_tokens, num_heads, group, CHUNK), variant.dtype),
-        h: T.Tensor((capacity, num_heads, group, V, size), variant.dtype),
-        ds: T.Tensor((capacity, num_heads, group, num_rows, size), variant.dtype),
-        tails: T.Tensor((num_tails, num_heads, group, PANEL, size), variant.dtype),
+        q: strided("q", "token head", rows, dtype),
+        k: strided("k", "token head", rows, dtype),
+        v: strided("v", "token head r", (*value_rows, V), dtype),
+        do: strided("do", "token head r", (*value_rows, V), dtype),
+        g_cum: T.Tensor(value_rows, "float32"),
+        beta: T.Tensor(value_rows, "float32"),
+        A: T.Tensor((*value_rows, CHUNK), dtype),
+        h: T.Tensor((capacity, num_heads, group, V, size), dtype),
+        ds: T.Tensor((capacity, num_heads, group, num_rows, size), dtype),
+        tails: T.Tensor((num_tails, num_heads, group, PANEL, size), dtype),
         owner: T.Tensor((num_owners,), "int32"),
         chunks: T.Tensor((capacity, 2), "int32"),
         num_chunks: T.Tensor((1,), "int32"),
-        dq: T.Tensor((num_tokens, num_heads, size), variant.dtype),
-        dk: T.Tensor((num_tokens, num_heads, size), variant.dtype),
-        dv: T.Tensor((num_tokens, num_heads, group, V), variant.dtype),
-        dg: T.Tensor((num_tokens, num_heads, group), "float32"),
-        dbeta: T.Tensor((num_tokens, num_heads, group), "float32"),
+        dq: T.Tensor(rows, dtype),
+        dk: T.Tensor(rows, dtype),
+        dv: T.Tensor((*value_rows, V), dtype),
+        dg: T.Tensor(value_rows, "float32"),
+        dbeta: T.Tensor(value_rows, "float32"),
         scale: T.float32,
         walkers: T.int32,
         held: T.int32,  # dstate_chain's `held`: 0 or 1
@@ -275,43 +238,12 @@ def build(variant: Variant):
             # TileLang initialises the barriers by one thread of each row of the block. All of these
             # write the same values, before the first synchronisation of the block.
             T.import_source(tiles.SOURCE)
-            s_turns, s_v, s_tok = tile(4, CHUNK, K), tile(1, CHUNK, V), tile(variant.tok, CHUNK, V)
-            s_a, s_scores = tile(1, CHUNK, CHUNK), tile(2, CHUNK, CHUNK)
-            s_state = tile(2 * (V // PANEL), PANEL, K)
-            s_gate = T.alloc_shared((GRAD_RINGS["gate"], GATE_ROWS, CHUNK), "float32")
-            s_sums = T.alloc_shared((SUM_ROWS, CHUNK), "float32")
-            swizzled = (s_turns, s_v, s_tok, s_a, s_state, s_scores)
-            T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in swizzled})
-            qk_full, qk_free = barrier("qk_full"), barrier("qk_free")
-            rows_full, rows_free = barrier("rows_full"), barrier("rows_free")
-            h_full, h_free = barrier("h_full"), barrier("h_free")
-            ds_full, ds_free = barrier("ds_full"), barrier("ds_free")
-            vn_full, vn_free = barrier("vn_full"), barrier("vn_free")
-            y_full, y_free = barrier("y_full"), barrier("y_free")
-            dv_full, tail_full = barrier("dv_full"), barrier("tail_full")
-            scores_full, scores_free = barrier("scores_full"), barrier("scores_free")
-            gate_full, gate_free = barrier("gate_full"), barrier("gate_free")
-            sums_full, sums_free = barrier("sums_full"), barrier("sums_free")
-            s = GradTiles(s_turns, s_v, s_tok, s_a, s_state, s_scores, s_gate, s_sums)
-            ring = Rings(
-                qk=Ring(qk_full, qk_free, GRAD_RINGS["qk"]),
-                rows=Ring(rows_full, rows_free, GRAD_RINGS["rows"]),
-                h=Ring(h_full, h_free, GRAD_RINGS["h"]),
-                ds=Ring(ds_full, ds_free, GRAD_RINGS["ds"]),
-                vn=Ring(vn_full, vn_free, 1),
-                y=Ring(y_full, y_free, 1),
-                dv=Ring(dv_full, rows_free, GRAD_RINGS["dv"]),
-                scores=Ring(scores_full, scores_free, 1),
-                gate=Ring(gate_full, gate_free, GRAD_RINGS["gate"]),
-                sums=Ring(sums_full, sums_free, 1),
-                own=NamedBarrier(plan, "own"),
-            )
+            s, ring = grads.allocate(plan)
             walk = ChunkWalk(chunks, first, walkers, num_chunks, num_heads, group)
-
             tx, warpgroup = T.get_thread_binding(0), T.get_thread_binding(1)
             if warpgroup < variant.panels:
                 T.set_max_nreg(plan.role("panel").regs, 1)
-                grads_panel.panel(dq, dk, s, ring, walk, K, V)
+                grads_panel.panel(dq, dk, s, ring, walk, variant.K, V)
             elif warpgroup == variant.panels:
                 T.set_max_nreg(plan.role("score").regs, 1)
                 score(s, ring, walk, scale)
@@ -319,15 +251,15 @@ def build(variant: Variant):
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if tx < 32:
                     gradients = grads.StateGradients(ds, dv, tails, owner, held)
-                    grads.load(q, k, v, do, A, h, gradients, s, ring, tail_full, walk, K, V)
+                    grads.load(grads.GradInputs(q, k, v, do, A, h, gradients), s, ring, walk)
                 elif tx < 64:
-                    grads.gates(g_cum, beta, s_gate, ring.gate, walk, scale)
+                    grads.gates(g_cum, beta, s.gate, ring.gate, walk, scale)
                     grads_out.clear_padding(
                         dq, dk, dv, dg, dbeta, walk, num_chunks[0], num_tokens, V
                     )
                 elif tx < 96:
-                    grads_out.store(dv, s_v, ring.dv, walk, V)
+                    grads_out.store(dv, s.v, ring.dv, walk, V)
                 else:
-                    grads_out.sums(dg, dbeta, s_sums, ring.sums, walk, K, V)
+                    grads_out.sums(dg, dbeta, s.sums, ring.sums, walk, variant.K, V)
 
     return chunk_grads

@@ -11,6 +11,7 @@ from qla_kernels.gdn.kernels.chain.layout import (
     BETA_E,
     DECAY_TO_BLOCK_END,
     GAMMA,
+    GATE_ROWS,
     LAST,
     SCALE_E,
     D,
@@ -19,15 +20,18 @@ from qla_kernels.tile.constants import CHUNK, LOG2E
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.mask import clear_tail
 from qla_kernels.tile.named_barriers import NamedBarrier
+from qla_kernels.tile.record import Record, Variables
 from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import Role
+from qla_kernels.tile.rings import rings
+from qla_kernels.tile.schedule import Role, Schedule, Tile, free, full
+from qla_kernels.tile.tiles import tiles
 
 PANEL = 64  # columns of V and of K that a panel warpgroup has
 
 # Numbers of slots. One piece of code reads different matrices by the number of their slot.
 QUERY, KEY = range(2)  # the two tiles of a turn
-DO, VN, Y = range(3)  # slots of Tiles.tok; Y's slot holds dV' first
-P, F = range(2)  # slots of Tiles.scores; after a pair's last value head P's slot holds dP0
+DO, VN, Y = range(3)  # slots of the tile `tok`; Y's slot holds dV' first
+P, F = range(2)  # slots of `scores`; after a pair's last value head P's slot holds dP0
 
 # Rows of a gate slot. Rows from FACTORS on scale the products of DO, VN and Y with a state.
 # Rows are numbered as in chain/layout.py, but two of them hold other numbers.
@@ -46,41 +50,51 @@ STATE = 11  # e^gamma_last <dS, S0>, a number a warp
 X_COLUMNS = 12  # column sums like X_ROWS
 
 
-class GradTiles(NamedTuple):
-    """The tiles in shared memory, with slots numbered as above."""
-
-    turns: Any  # [4, 64, K] q, k of a pair; dS^T of its value heads; swapped in the next pair
-    v: Any  # [1, 64, V] v, then beta W, then dV
-    tok: Any  # [3 or, if V < K, 5, 64, V] dO; V'; dV', then Y; the last two also stage dQ and dK
-    a: Any  # [1, 64, 64]
-    state: Any  # [2 V / 64, 64, K] S0^T, of alternate value heads
-    scores: Any  # [2, 64, 64] P; after the last value head the sums of dP0 and F
-    gate: Any  # [slots, GATE_ROWS, 64] fp32
-    sums: Any  # [SUM_ROWS, 64] fp32
-
-    @property
-    def panels(self) -> Any:
-        """Number of panels of V, which is the number of tiles of a state."""
-        return self.tok.shape[2] // PANEL
+# Slots of rings. A step is a value head; in `qk`, a pair of chunk and key head.
+GRAD_RINGS = {
+    "qk": 1,
+    "rows": 1,  # v, dO, A
+    "h": 2,
+    "ds": 1,
+    "vn": 1,
+    "y": 1,
+    "dv": 1,  # v from the panel warpgroups to the store warp
+    "tail": 1,
+    "scores": 1,  # a step for each value head, and one more for each pair
+    "gate": 2,
+    "sums": 1,
+}
 
 
-class Rings(NamedTuple):
-    """The rings of chunk_grads, and its named barrier.
+def shared(variant: Any) -> dict[str, Tile]:
+    """Returns the tiles in shared memory, with slots numbered as above."""
+    K, V, dtype = variant.K, variant.V, variant.dtype
+    return {
+        # q, k of a pair; dS^T of its value heads; swapped in the next pair
+        "turns": Tile((4, CHUNK, K), dtype, swizzled=True),
+        "v": Tile((1, CHUNK, V), dtype, swizzled=True),  # v, then beta W, then dV
+        # dO; V'; dV', then Y; the last two, or two more if V < K, also stage dQ and dK
+        "tok": Tile((variant.tok, CHUNK, V), dtype, swizzled=True),
+        "a": Tile((1, CHUNK, CHUNK), dtype, swizzled=True),
+        # P; after the last value head the sums of dP0 and F
+        "scores": Tile((2, CHUNK, CHUNK), dtype, swizzled=True),
+        # S0^T, of alternate value heads
+        "state": Tile((2 * (V // PANEL), PANEL, K), dtype, swizzled=True),
+        "gate": Tile((GRAD_RINGS["gate"], GATE_ROWS, CHUNK), "float32"),
+        "sums": Tile((SUM_ROWS, CHUNK), "float32"),
+    }
 
-    A step is a value head; in `qk`, a pair of chunk and key head.
+
+def allocate(plan: Schedule) -> tuple[Any, Any]:
+    """Returns the tiles, and the rings with the named barrier `own`.
+
+    s.panels is the number of panels of V, which is the number of tiles of a state. The barrier has
+    a copy for the threads of each panel warpgroup.
     """
-
-    qk: Ring
-    rows: Ring  # v, dO, A
-    h: Ring
-    ds: Ring
-    vn: Ring
-    y: Ring
-    dv: Ring  # v from the panel warpgroups to the store warp
-    scores: Ring  # a step for each value head, and one more for each pair
-    gate: Ring
-    sums: Ring
-    own: NamedBarrier  # a copy for the threads of each panel warpgroup
+    s, ring = tiles(plan), rings(plan)
+    dv = Ring(ring.dv, ring.rows.free, GRAD_RINGS["dv"])
+    s = Record(**vars(s), panels=s.tok.shape[2] // PANEL)
+    return s, Record(**vars(ring) | {"dv": dv, "own": NamedBarrier(plan, "own")})
 
 
 class ChunkWalk(NamedTuple):
@@ -146,29 +160,46 @@ def serving_roles(regs: int) -> tuple[Role, ...]:
     )
 
 
-def full(*data: str) -> tuple[str, ...]:
-    return tuple(f"{name}_full" for name in data)
-
-
-def free(*data: str) -> tuple[str, ...]:
-    return tuple(f"{name}_free" for name in data)
+PAIR = "chunk head tok0 rows"  # variables of `find_pair`
 
 
 @T.macro
-def fetch_rows(v, do, A, s, tok0, head, r, barriers):
-    T.tma_copy(v[tok0 : tok0 + CHUNK, head, r, :], s.v[0, :, :], barrier=barriers[0])
-    T.tma_copy(do[tok0 : tok0 + CHUNK, head, r, :], s.tok[DO, :, :], barrier=barriers[0])
-    T.tma_copy(A[tok0 : tok0 + CHUNK, head, r, :], s.a[0, :, :], barrier=barriers[0])
+def find_pair(walk, i, at):
+    """Sets chunk, head, tok0 and rows to what they are of pair i."""
+    at["chunk"] = walk.chunk(i)
+    at["head"] = walk.head(i)
+    at["tok0"] = walk.chunks[at.chunk, 0]
+    at["rows"] = walk.chunks[at.chunk, 1]
+
+
+class GradInputs(NamedTuple):
+    """The tensors that `load` reads."""
+
+    q: Any  # [T, H, K]
+    k: Any
+    v: Any  # [T, H, r, V]
+    do: Any
+    A: Any  # [T, H, r, 64]
+    h: Any  # [capacity, H, r, V, K]
+    ds: "StateGradients"
 
 
 @T.macro
-def fetch_heads(q, k, s, turn, tok0, head, barriers):
-    K = s.turns.shape[2]
+def fetch_rows(x, s, at, r, barriers):
+    tok0, head = at.tok0, at.head
+    T.tma_copy(x.v[tok0 : tok0 + CHUNK, head, r, :], s.v[0, :, :], barrier=barriers[0])
+    T.tma_copy(x.do[tok0 : tok0 + CHUNK, head, r, :], s.tok[DO, :, :], barrier=barriers[0])
+    T.tma_copy(x.A[tok0 : tok0 + CHUNK, head, r, :], s.a[0, :, :], barrier=barriers[0])
+
+
+@T.macro
+def fetch_heads(x, s, turn, at, barriers):
+    tok0, head, K = at.tok0, at.head, s.turns.shape[2]
     T.tma_copy(
-        q[tok0 : tok0 + CHUNK, head, 0:K], s.turns[2 * turn + QUERY, :, :], barrier=barriers[0]
+        x.q[tok0 : tok0 + CHUNK, head, 0:K], s.turns[2 * turn + QUERY, :, :], barrier=barriers[0]
     )
     T.tma_copy(
-        k[tok0 : tok0 + CHUNK, head, 0:K], s.turns[2 * turn + KEY, :, :], barrier=barriers[0]
+        x.k[tok0 : tok0 + CHUNK, head, 0:K], s.turns[2 * turn + KEY, :, :], barrier=barriers[0]
     )
 
 
@@ -187,8 +218,8 @@ class StateGradients(NamedTuple):
 
 
 @T.macro
-def fetch_state(h, s, ring, chunk, head, r, step):
-    K = s.state.shape[2]
+def fetch_state(h, s, ring, at, r):
+    chunk, head, step, K = at.chunk, at.head, at.step, s.state.shape[2]
     ring.acquire(step)
     for t in T.unroll(s.panels):
         T.tma_copy(
@@ -200,7 +231,8 @@ def fetch_state(h, s, ring, chunk, head, r, step):
 
 
 @T.macro
-def fetch_gradient(of, s, turn, ring, chunk, tok0, rows, head, r, step):
+def fetch_gradient(of, s, turn, ring, at, r):
+    chunk, tok0, rows, head, step = at.chunk, at.tok0, at.rows, at.head, at.step
     row, n, K = T.alloc_var("int32"), T.alloc_var("int32"), s.state.shape[2]
     for t in T.unroll(s.panels):
         row = t * PANEL - of.held * PANEL
@@ -218,49 +250,46 @@ def fetch_gradient(of, s, turn, ring, chunk, tok0, rows, head, r, step):
 
 
 @T.macro
-def load(q, k, v, do, A, h, gradients, s, ring, tail_full, walk, K, V):
-    chunk, head, step = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-    tok0, rows, tails = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-    tails = 0
+def load(x, s, ring, walk):
+    K, V = s.turns.shape[2], s.v.shape[2]
+    at = Variables("chunk head step tok0 rows tails")
+    at["tails"] = 0
     for i in rolled(walk.num_pairs):
-        chunk = walk.chunk(i)
-        head = walk.head(i)
-        tok0 = walk.chunks[chunk, 0]
-        rows = walk.chunks[chunk, 1]
+        find_pair(walk, i, at)
         for r in rolled(walk.group):
-            step = i * walk.group + r
-            fetch_state(h, s, ring.h, chunk, head, r, step)  # 1
-            if rows == CHUNK:
+            at["step"] = i * walk.group + r
+            fetch_state(x.h, s, ring.h, at, r)  # 1
+            if at.rows == CHUNK:
                 if r == 0:
-                    ring.ds.acquire(step)  # the slot to which q and k go
-                    fetch_heads(q, k, s, i % 2, tok0, head, ring.qk.full)
+                    ring.ds.acquire(at.step)  # the slot to which q and k go
+                    fetch_heads(x, s, i % 2, at, ring.qk.full)
                     ring.qk.commit(i)
-                ring.rows.acquire(step)
-                fetch_rows(v, do, A, s, tok0, head, r, ring.rows.full)
+                ring.rows.acquire(at.step)
+                fetch_rows(x, s, at, r, ring.rows.full)
             else:  # rows past the end must not enter a product: 0 * NaN is NaN
-                ring.rows.acquire(step)
-                fetch_rows(v, do, A, s, tok0, head, r, tail_full)
+                ring.rows.acquire(at.step)
+                fetch_rows(x, s, at, r, ring.tail)
                 if r == 0:
-                    ring.ds.acquire(step)
-                    fetch_heads(q, k, s, i % 2, tok0, head, tail_full)
-                T.barrier_arrive(tail_full[0])
-                T.barrier_wait(tail_full[0], tails % 2)
-                tails += 1
-                clear_tail(s.v, 0, rows, V)
-                clear_tail(s.tok, DO, rows, V)
-                clear_tail(s.a, 0, rows, CHUNK)
+                    ring.ds.acquire(at.step)
+                    fetch_heads(x, s, i % 2, at, ring.tail)
+                T.barrier_arrive(ring.tail[0])
+                T.barrier_wait(ring.tail[0], at.tails % 2)
+                at["tails"] += 1
+                clear_tail(s.v, 0, at.rows, V)
+                clear_tail(s.tok, DO, at.rows, V)
+                clear_tail(s.a, 0, at.rows, CHUNK)
                 if r == 0:
-                    clear_tail(s.turns, 2 * (i % 2) + QUERY, rows, K)
-                    clear_tail(s.turns, 2 * (i % 2) + KEY, rows, K)
+                    clear_tail(s.turns, 2 * (i % 2) + QUERY, at.rows, K)
+                    clear_tail(s.turns, 2 * (i % 2) + KEY, at.rows, K)
                 T.fence_proxy_async()  # zeros: written by threads, read by wgmma
                 if r == 0:
                     ring.qk.commit(i)
-            ring.rows.commit(step)
+            ring.rows.commit(at.step)
             if r == 0:
                 ring.qk.acquire(i)  # q and k of the pair before are no longer in use
             else:
-                ring.ds.acquire(step)
-            fetch_gradient(gradients, s, (i + 1) % 2, ring.ds, chunk, tok0, rows, head, r, step)
+                ring.ds.acquire(at.step)
+            fetch_gradient(x.ds, s, (i + 1) % 2, ring.ds, at, r)
 
 
 @T.macro
@@ -285,14 +314,13 @@ def gates(g_cum, beta, s_gate, ring, walk, scale):
     gamma = T.alloc_local((2,), "float32")
     b = T.alloc_local((2,), "float32")
     step, after = T.alloc_var("int32"), T.alloc_var("int32")
-    chunk, head = T.alloc_var("int32"), T.alloc_var("int32")
-    tok0, rows = T.alloc_var("int32"), T.alloc_var("int32")
-    chunk = walk.chunk(0)
-    head = walk.head(0)
+    at = Variables(PAIR)
+    at["chunk"] = walk.chunk(0)
+    at["head"] = walk.head(0)
     if walk.num_pairs > 0:
-        tok0 = walk.chunks[chunk, 0]
-        rows = walk.chunks[chunk, 1]
-        read_gates(g_cum, beta, r_gate, tok0, rows, head, 0)
+        at["tok0"] = walk.chunks[at.chunk, 0]
+        at["rows"] = walk.chunks[at.chunk, 1]
+        read_gates(g_cum, beta, r_gate, at.tok0, at.rows, at.head, 0)
     for i in rolled(walk.num_pairs):
         for r in rolled(walk.group):
             step = i * walk.group + r
@@ -304,12 +332,12 @@ def gates(g_cum, beta, s_gate, ring, walk, scale):
             if after == walk.group:
                 after = 0
                 if i + 1 < walk.num_pairs:  # the last pass reads the last pair again, unused
-                    chunk = walk.chunk(i + 1)
-                    head = walk.head(i + 1)
-                    tok0 = walk.chunks[chunk, 0]
-                    rows = walk.chunks[chunk, 1]
+                    at["chunk"] = walk.chunk(i + 1)
+                    at["head"] = walk.head(i + 1)
+                    at["tok0"] = walk.chunks[at.chunk, 0]
+                    at["rows"] = walk.chunks[at.chunk, 1]
             # the values arrive while this value head is processed
-            read_gates(g_cum, beta, r_gate, tok0, rows, head, after)
+            read_gates(g_cum, beta, r_gate, at.tok0, at.rows, at.head, after)
             last = T.shfl_sync(gamma[1], 31)
             end = T.shfl_sync(gamma[1], lane | 7)  # gamma of the last of 16 rows
             ring.acquire(step)  # 2

@@ -22,10 +22,11 @@ from qla_kernels.gdn.kernels.chunk_grads.layout import (
     Y,
 )
 from qla_kernels.tile.constants import CHUNK
+from qla_kernels.tile.record import Variables
 
 
 def first_tile(i):
-    """Returns the first tile of pair i's q and k in Tiles.turns; its dS has the other two tiles.
+    """Returns the first tile of pair i's q and k in `turns`; its dS has the other two tiles.
 
     The number is recomputed by a shuffle at each use, as the number of a panel is. Otherwise
     descriptors would be kept in registers over the loops, and accumulators need these registers.
@@ -212,11 +213,13 @@ def finish_keys(r_dq, r_dk, s, i, w):
 
 
 @T.macro
-def put_rows(dq, dk, r_dq, r_dk, s, ring, tok0, head, num_heads, rows, w, K):
+def put_rows(dq, dk, r_dq, r_dk, s, ring, at):
     """Writes panel w of a key head's dQ and dK, as far as they have columns.
 
     They pass through the panel's tiles of V' and Y. A panel without such tiles has two of its own.
     """
+    tok0, head, rows, w = at.tok0, at.head, at.rows, at.w
+    K, num_heads = s.turns.shape[2], dq.shape[1]
     panel = w * PANEL
     slot, column = (VN, panel) if s.tok.shape[2] >= K else (VN + 2 * w, 0)
     tiles.put_tile(r_dq, s.tok[slot, 0, column])
@@ -256,52 +259,50 @@ def panel(dq, dk, s, ring, walk, K, V):
     r_dot = T.alloc_local((1,), "float32")  # <dS, S0>
     r_dq = T.alloc_fragment((CHUNK, PANEL), "float32")
     r_dk = T.alloc_fragment((CHUNK, PANEL), "float32")
-    w, step, p_step = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-    chunk, head = T.alloc_var("int32"), T.alloc_var("int32")
-    tok0, rows = T.alloc_var("int32"), T.alloc_var("int32")
-    step = 0
+    at = Variables("w step p_step chunk head tok0 rows")
+    at["step"] = 0
     for i in T.serial(walk.num_pairs):
         ring.qk.wait(i)
         T.clear(r_dq)
         T.clear(r_dk)
         for _ in T.serial(walk.group):
-            w = T.shfl_sync(T.get_thread_binding(1), 0)
+            at["w"] = T.shfl_sync(T.get_thread_binding(1), 0)
             if V < K:
-                if w < V // PANEL:
-                    of_values(r_x, r_w, r_dot, s, ring, i, step, w, K)
+                if at.w < V // PANEL:
+                    of_values(r_x, r_w, r_dot, s, ring, i, at.step, at.w, K)
                 else:
-                    arrive(ring, i, step, w)
+                    arrive(ring, i, at.step, at.w)
             else:
-                of_values(r_x, r_w, r_dot, s, ring, i, step, w, K)
-            ring.scores.release(step + i)
+                of_values(r_x, r_w, r_dot, s, ring, i, at.step, at.w, K)
+            ring.scores.release(at.step + i)
             if K < V:
-                if w < K // PANEL:
-                    of_keys(r_dq, r_dk, r_x, r_w, s, ring, i, step)
+                if at.w < K // PANEL:
+                    of_keys(r_dq, r_dk, r_x, r_w, s, ring, i, at.step)
                 else:
-                    leave(ring, step)
+                    leave(ring, at.step)
             else:
-                of_keys(r_dq, r_dk, r_x, r_w, s, ring, i, step)
-            ring.sums.commit(step)
-            step += 1
-        p_step = step + i
-        chunk = walk.chunk(i)  # looked up while dP0 and F are made
-        tok0 = walk.chunks[chunk, 0]
-        rows = walk.chunks[chunk, 1]
-        ring.scores.wait(p_step)
-        w = T.shfl_sync(T.get_thread_binding(1), 0)
+                of_keys(r_dq, r_dk, r_x, r_w, s, ring, i, at.step)
+            ring.sums.commit(at.step)
+            at["step"] += 1
+        at["p_step"] = at.step + i
+        at["chunk"] = walk.chunk(i)  # looked up while dP0 and F are made
+        at["tok0"] = walk.chunks[at.chunk, 0]
+        at["rows"] = walk.chunks[at.chunk, 1]
+        ring.scores.wait(at.p_step)
+        at["w"] = T.shfl_sync(T.get_thread_binding(1), 0)
         if K < V:
-            if w < K // PANEL:
-                finish_keys(r_dq, r_dk, s, i, w)
+            if at.w < K // PANEL:
+                finish_keys(r_dq, r_dk, s, i, at.w)
         else:
-            finish_keys(r_dq, r_dk, s, i, w)
-        ring.scores.release(p_step)
+            finish_keys(r_dq, r_dk, s, i, at.w)
+        ring.scores.release(at.p_step)
         ring.qk.release(i)
-        ring.vn.acquire(step)
-        ring.y.acquire(step)
-        head = walk.head(i)
+        ring.vn.acquire(at.step)
+        ring.y.acquire(at.step)
+        at["head"] = walk.head(i)
         if K < V:
-            if w < K // PANEL:
-                put_rows(dq, dk, r_dq, r_dk, s, ring, tok0, head, walk.num_heads, rows, w, K)
+            if at.w < K // PANEL:
+                put_rows(dq, dk, r_dq, r_dk, s, ring, at)
         else:
-            put_rows(dq, dk, r_dq, r_dk, s, ring, tok0, head, walk.num_heads, rows, w, K)
+            put_rows(dq, dk, r_dq, r_dk, s, ring, at)
     T.tma_store_wait(0)  # before the CTA ends, and with it its shared memory

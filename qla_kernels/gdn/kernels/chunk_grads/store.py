@@ -12,38 +12,36 @@ from qla_kernels.gdn.kernels.chunk_grads.layout import (
     X_COLUMNS,
     X_ROWS,
     Y_W,
+    find_pair,
 )
 from qla_kernels.gdn.kernels.chunk_grads.tiles import clear_piece
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.record import Variables
 
 
 @T.macro
 def store(dv, s_v, ring, walk, V):
     lane = T.get_thread_binding() % 32
     lanes = V // 8  # a row in pieces of 16 bytes
-    chunk, head, step = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-    tok0, rows = T.alloc_var("int32"), T.alloc_var("int32")
+    at = Variables("chunk head step tok0 rows")
     for i in rolled(walk.num_pairs):
-        chunk = walk.chunk(i)
-        head = walk.head(i)
-        tok0 = walk.chunks[chunk, 0]
-        rows = walk.chunks[chunk, 1]
+        find_pair(walk, i, at)
         for r in rolled(walk.group):
-            step = i * walk.group + r
-            ring.wait(step)
-            if rows == CHUNK:  # 9
-                T.tma_copy(s_v[0, :, :], dv[tok0 : tok0 + CHUNK, head, r, :])
+            at["step"] = i * walk.group + r
+            ring.wait(at.step)
+            if at.rows == CHUNK:  # 9
+                T.tma_copy(s_v[0, :, :], dv[at.tok0 : at.tok0 + CHUNK, at.head, r, :])
                 T.tma_store_wait(0)
             else:
-                for piece in rolled(T.ceildiv(rows * lanes, 32)):
+                for piece in rolled(T.ceildiv(at.rows * lanes, 32)):
                     row = piece * (32 // lanes) + lane // lanes
-                    if row < rows:
+                    if row < at.rows:
                         for e in T.vectorized(8):
-                            dv[tok0 + row, head, r, lane % lanes * 8 + e] = s_v[
+                            dv[at.tok0 + row, at.head, r, lane % lanes * 8 + e] = s_v[
                                 0, row, lane % lanes * 8 + e
                             ]
-            ring.release(step)
+            ring.release(at.step)
 
 
 @T.macro
@@ -79,16 +77,12 @@ def sums(dg, dbeta, s_sums, ring, walk, K, V):
     before = T.alloc_local((2,), "float32")  # <K, dKi>, then its sum over the rows before this one
     r_beta = T.alloc_local((2,), "float32")
     state, after, earlier = (T.alloc_var("float32") for _ in range(3))
-    chunk, head, step = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-    tok0, rows = T.alloc_var("int32"), T.alloc_var("int32")
+    at = Variables("chunk head step tok0 rows")
     for i in rolled(walk.num_pairs):
-        chunk = walk.chunk(i)
-        head = walk.head(i)
-        tok0 = walk.chunks[chunk, 0]
-        rows = walk.chunks[chunk, 1]
+        find_pair(walk, i, at)
         for r in rolled(walk.group):
-            step = i * walk.group + r
-            ring.wait(step)
+            at["step"] = i * walk.group + r
+            ring.wait(at.step)
             for e in T.unroll(2):
                 r_beta[e] = -s_sums[E_KK, 2 * lane + e]
                 for w in T.unroll(V // PANEL):
@@ -109,12 +103,12 @@ def sums(dg, dbeta, s_sums, ring, walk, K, V):
             state = 0
             for w in T.unroll(4 * (V // PANEL)):
                 state += s_sums[STATE, w]
-            ring.release(step)
+            ring.release(at.step)
             sum_over_rows(r_gamma, before, after, earlier)
             for e in T.unroll(2):
-                if 2 * lane + e < rows:  # 10
-                    dg[tok0 + 2 * lane + e, head, r] = r_gamma[e] + before[e] + state
-                    dbeta[tok0 + 2 * lane + e, head, r] = r_beta[e]
+                if 2 * lane + e < at.rows:  # 10
+                    dg[at.tok0 + 2 * lane + e, at.head, r] = r_gamma[e] + before[e] + state
+                    dbeta[at.tok0 + 2 * lane + e, at.head, r] = r_beta[e]
 
 
 @T.macro

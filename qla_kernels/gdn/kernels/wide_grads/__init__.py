@@ -42,8 +42,9 @@ chunk_table made, so they lie inside the tensors: see tables.py.
 from typing import NamedTuple
 
 import qla_kernels.tile.language as T
-from qla_kernels.gdn.kernels.chain.layout import BETA, GAMMA, GATE_ROWS
-from qla_kernels.gdn.kernels.chunk_grads.layout import DO, KEY, PANEL, VN, P, Y, free, full, gates
+from qla_kernels.gdn.kernels.chain.cumulated import load_role
+from qla_kernels.gdn.kernels.chain.layout import BETA, GAMMA
+from qla_kernels.gdn.kernels.chunk_grads.layout import DO, KEY, PANEL, VN, P, Y, gates
 from qla_kernels.gdn.kernels.chunk_grads.tiles import (
     add_scores,
     decay_scores,
@@ -53,23 +54,12 @@ from qla_kernels.gdn.kernels.chunk_grads.tiles import (
 from qla_kernels.gdn.kernels.wide_grads import layout as grads
 from qla_kernels.gdn.kernels.wide_grads import panel as grads_panel
 from qla_kernels.gdn.kernels.wide_grads import store as grads_out
-from qla_kernels.gdn.kernels.wide_grads.layout import (
-    DOT_ROWS,
-    PART,
-    PART_PANELS,
-    X_SUM_ROWS,
-    PartInputs,
-    PartRings,
-    PartTiles,
-    PartWalk,
-)
+from qla_kernels.gdn.kernels.wide_grads.layout import PART, PART_PANELS, PartInputs, PartWalk
 from qla_kernels.gdn.kernels.wide_grads.part_tiles import SOURCE, park, take_back
 from qla_kernels.tile.constants import CHUNK
-from qla_kernels.tile.language import make_full_bank_swizzled_layout
 from qla_kernels.tile.loops import rolled
-from qla_kernels.tile.named_barriers import NamedBarrier
-from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Role, Schedule
+from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Role, Schedule, free, full
+from qla_kernels.tile.strided import strided
 
 
 class Variant(NamedTuple):
@@ -84,8 +74,6 @@ PASS_CONFIGS = {
     "tl.disable_thread_storage_sync": True,  # mbarriers order everything that crosses warpgroups
     "tl.disable_safe_memory_legalize": True,  # every index is guarded by the table of chunks
 }
-
-PART_RINGS = {"qk": 2, "rows": 2, "gate": 2, "dots": 2, "x": 2}
 
 
 def schedule(variant: Variant) -> Schedule:
@@ -109,15 +97,7 @@ def schedule(variant: Variant) -> Schedule:
                 computes="dP0, F, X",
                 uses=("wgmma",),
             ),
-            Role(
-                "load",
-                warps=1,
-                regs=40,
-                waits=(*free("qk", "rows"), "tail_full"),
-                signals=(*full("qk", "rows"), "tail_full"),
-                computes="q, k, v, dO, V', Y, S0, dS",
-                uses=("tma_load",),
-            ),
+            load_role(40, "q, k, v, dO, V', Y, S0, dS", "qk", "rows"),
             Role(
                 "gates",
                 warps=1,
@@ -136,16 +116,9 @@ def schedule(variant: Variant) -> Schedule:
             ),
             Role("spare", warps=1, regs=40, computes="fills the warpgroup"),
         ),
-        rings=PART_RINGS,
+        rings=grads.PART_RINGS,
         named={"own": Named(WARPGROUP_THREADS, copies=PART_PANELS + 1)},
-        # q, k; dO, V', Y, v; S0, dS; dP0 and F; gates; sums; barriers and alignment
-        smem_bytes=PART_RINGS["qk"] * 2 * CHUNK * PART * 2
-        + PART_RINGS["rows"] * 4 * CHUNK * PANEL * 2
-        + PART_RINGS["rows"] * 2 * PANEL * PART * 2
-        + 2 * CHUNK * CHUNK * 2
-        + PART_RINGS["gate"] * GATE_ROWS * CHUNK * 4
-        + (PART_RINGS["dots"] * DOT_ROWS + PART_RINGS["x"] * X_SUM_ROWS) * CHUNK * 4
-        + 1024,
+        tiles=grads.shared(variant.dtype),
     )
 
 
@@ -215,46 +188,32 @@ def score(s, ring, walk, scale):
 
 
 def build(variant: Variant):
-    plan, K = schedule(variant), variant.K
+    plan, K, dtype = schedule(variant), variant.K, variant.dtype
     num_tokens, num_heads, group = T.dynamic("num_tokens, num_heads, group")
     num_value_heads, num_tiles, V = T.dynamic("num_value_heads, num_tiles, V")
     capacity = T.dynamic("capacity")
     size = K if K == 256 else T.dynamic("size")
-    q_token, q_head, k_token, k_head = T.dynamic("q_token, q_head, k_token, k_head")
-    v_token, v_head, v_tile = T.dynamic("v_token, v_head, v_tile")
-    do_token, do_head, do_tile = T.dynamic("do_token, do_head, do_tile")
-
-    def tile(*shape: int):
-        return T.alloc_shared(shape, variant.dtype)
-
-    def barrier(name: str):
-        return T.alloc_barrier([plan.arrivals(name)] * plan.slots(name))
+    rows, values = (num_tokens, num_heads, size), (num_tokens, num_value_heads, num_tiles, PANEL)
+    states = capacity, num_value_heads, V, size
+    tiles_of_values = capacity, num_value_heads, num_tiles, CHUNK, PANEL
 
     @T.prim_func
     def wide_grads(
-        q: T.StridedTensor((num_tokens, num_heads, size), (q_token, q_head, 1), variant.dtype),
-        k: T.StridedTensor((num_tokens, num_heads, size), (k_token, k_head, 1), variant.dtype),
-        v: T.StridedTensor(
-            (num_tokens, num_value_heads, num_tiles, PANEL),
-            (v_token, v_head, v_tile, 1),
-            variant.dtype,
-        ),
-        do: T.StridedTensor(
-            (num_tokens, num_value_heads, num_tiles, PANEL),
-            (do_token, do_head, do_tile, 1),
-            variant.dtype,
-        ),
+        q: strided("q", "token head", rows, dtype),
+        k: strided("k", "token head", rows, dtype),
+        v: strided("v", "token head tile", values, dtype),
+        do: strided("do", "token head tile", values, dtype),
         g_cum: T.Tensor((num_tokens, num_heads, group), "float32"),
         beta: T.Tensor((num_tokens, num_heads, group), "float32"),
-        h: T.Tensor((capacity, num_value_heads, V, size), variant.dtype),
-        vn: T.Tensor((capacity, num_value_heads, num_tiles, CHUNK, PANEL), variant.dtype),
-        ds: T.Tensor((capacity, num_value_heads, V, size), variant.dtype),
-        y: T.Tensor((capacity, num_value_heads, num_tiles, CHUNK, PANEL), variant.dtype),
+        h: T.Tensor(states, dtype),
+        vn: T.Tensor(tiles_of_values, dtype),
+        ds: T.Tensor(states, dtype),
+        y: T.Tensor(tiles_of_values, dtype),
         chunks: T.Tensor((capacity, 2), "int32"),
         num_chunks: T.Tensor((1,), "int32"),
-        dq: T.Tensor((num_tokens, num_heads, size), variant.dtype),
-        dk: T.Tensor((num_tokens, num_heads, size), variant.dtype),
-        dv: T.Tensor((num_tokens, num_value_heads, num_tiles, PANEL), variant.dtype),
+        dq: T.Tensor(rows, dtype),
+        dk: T.Tensor(rows, dtype),
+        dv: T.Tensor(values, dtype),
         dg: T.Tensor((num_tokens, num_value_heads), "float32"),
         dbeta: T.Tensor((num_tokens, num_value_heads), "float32"),
         scale: T.float32,
@@ -264,33 +223,7 @@ def build(variant: Variant):
             # TileLang initialises the barriers by one thread of each row of the block. All of these
             # write the same values, before the first synchronisation of the block.
             T.import_source(SOURCE)
-            s_qk = tile(2 * PART_RINGS["qk"], CHUNK, PART)
-            s_tok = tile(3 * PART_RINGS["rows"], CHUNK, PANEL)
-            s_v = tile(PART_RINGS["rows"], CHUNK, PANEL)
-            s_state = tile(2 * PART_RINGS["rows"], PANEL, PART)
-            s_scores = tile(2, CHUNK, CHUNK)
-            s_gate = T.alloc_shared((PART_RINGS["gate"], GATE_ROWS, CHUNK), "float32")
-            s_dots = T.alloc_shared((PART_RINGS["dots"], DOT_ROWS, CHUNK), "float32")
-            s_x = T.alloc_shared((PART_RINGS["x"], X_SUM_ROWS, CHUNK), "float32")
-            swizzled = (s_qk, s_tok, s_v, s_state, s_scores)
-            T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in swizzled})
-            qk_full, qk_free = barrier("qk_full"), barrier("qk_free")
-            rows_full, rows_free = barrier("rows_full"), barrier("rows_free")
-            gate_full, gate_free = barrier("gate_full"), barrier("gate_free")
-            scores_full, scores_free = barrier("scores_full"), barrier("scores_free")
-            dots_full, dots_free = barrier("dots_full"), barrier("dots_free")
-            x_full, x_free = barrier("x_full"), barrier("x_free")
-            tail_full = barrier("tail_full")
-            s = PartTiles(s_qk, s_tok, s_v, s_state, s_scores, s_gate, s_dots, s_x)
-            ring = PartRings(
-                qk=Ring(qk_full, qk_free, PART_RINGS["qk"]),
-                rows=Ring(rows_full, rows_free, PART_RINGS["rows"]),
-                gate=Ring(gate_full, gate_free, PART_RINGS["gate"]),
-                scores=Ring(scores_full, scores_free, 1),
-                dots=Ring(dots_full, dots_free, PART_RINGS["dots"]),
-                x=Ring(x_full, x_free, PART_RINGS["x"]),
-                own=NamedBarrier(plan, "own"),
-            )
+            s, ring = grads.allocate(plan)
             walk = PartWalk(
                 chunks, first, walkers, num_chunks, num_heads, group, num_tiles, K // PART
             )
@@ -305,9 +238,9 @@ def build(variant: Variant):
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if tx < 32:
-                    grads.load(q, k, PartInputs(v, do, vn, y, h, ds), s, ring, tail_full, walk)
+                    grads.load(q, k, PartInputs(v, do, vn, y, h, ds), s, ring, walk)
                 elif tx < 64:
-                    gates(g_cum, beta, s_gate, ring.gate, walk, scale)
+                    gates(g_cum, beta, s.gate, ring.gate, walk, scale)
                     grads_out.clear_padding(dq, dk, dv, dg, dbeta, walk, num_chunks[0], num_tokens)
                 elif tx < 96:
                     grads_out.sums(dg, dbeta, s, ring, walk)
