@@ -23,18 +23,19 @@ may hold anything: they only reach rows and columns of L that are replaced by ze
 a table that a kernel of this package made, so they lie inside the tensors: see tables.py.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.chain.gated_tiles import SCRATCH_BYTES, SOURCE
 from qla_kernels.gdn.kernels.chain.window import SOURCE as GROWTH
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.dependent import await_previous
-from qla_kernels.tile.language import make_full_bank_swizzled_layout
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.named_barriers import NamedBarrier
-from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import ONE, WARPGROUP_THREADS, Named, Role, Schedule
+from qla_kernels.tile.rings import rings
+from qla_kernels.tile.schedule import ONE, WARPGROUP_THREADS, Named, Role, Schedule, Tile
+from qla_kernels.tile.strided import strided
+from qla_kernels.tile.tiles import tiles
 
 
 class Variant(NamedTuple):
@@ -51,10 +52,9 @@ PASS_CONFIGS = {
     "tl.disable_safe_memory_legalize": True,  # every index is guarded by `rows` or by the tables
 }
 
-GATE_SLOTS, A_SLOTS = 4, 2
-
 
 def schedule(variant: Variant) -> Schedule:
+    slots = {"k": 1, "gate": 4, "a": 2}
     return Schedule(
         roles=(
             Role(
@@ -95,40 +95,62 @@ def schedule(variant: Variant) -> Schedule:
             ),
             Role("spare", warps=1, regs=32, computes="fills the warpgroup"),
         ),
-        rings={"k": 1, "gate": GATE_SLOTS, "a": A_SLOTS},
+        rings=slots,
         named={"solve": Named(WARPGROUP_THREADS)},
-        # k, scratch, A and gate slots; barriers and alignment
-        smem_bytes=CHUNK * variant.K * 2
-        + SCRATCH_BYTES
-        + A_SLOTS * CHUNK * CHUNK * 2
-        + GATE_SLOTS * 768
-        + 1024,
+        tiles={
+            "k": Tile((slots["k"], CHUNK, variant.K), variant.dtype),
+            "a": Tile((slots["a"], CHUNK, CHUNK), variant.dtype, swizzled=True),
+            "l": Tile((SCRATCH_BYTES // 4,), "float32"),  # scratch
+            "gate": Tile((slots["gate"], 3, CHUNK), "float32"),
+        },
         ctas_per_sm=4,
     )
 
 
+class ChunkWalk(NamedTuple):
+    """The chunks that this CTA visits with its key head: first, first + step, ..."""
+
+    chunks: Any  # [capacity, 2] first token and rows of each chunk
+    head: Any
+    first: Any
+    step: Any
+    num_steps: Any
+    group: Any  # value heads a key head
+
+    def chunk(self, i: Any) -> Any:
+        return self.first + i * self.step
+
+    def tok0(self, i: Any) -> Any:
+        return self.chunks[self.chunk(i), 0]
+
+    def rows(self, i: Any) -> Any:
+        return self.chunks[self.chunk(i), 1]
+
+
 @T.macro
-def load(k, chunks, s_k, k_ring, head, first, step, num_steps):
+def load(k, s_k, ring, walk):
+    num_steps = walk.num_steps
     for i in rolled(num_steps):
-        tok0 = chunks[first + i * step, 0]
-        k_ring.acquire(i)  # 1
+        tok0 = walk.tok0(i)
+        ring.acquire(i)  # 1
         T.tma_copy(
-            k[tok0 : tok0 + CHUNK, head, 0 : s_k.shape[2]],
-            s_k[k_ring.slot(i), :, :],
-            barrier=k_ring.barrier(i),
+            k[tok0 : tok0 + CHUNK, walk.head, 0 : s_k.shape[2]],
+            s_k[ring.slot(i), :, :],
+            barrier=ring.barrier(i),
         )
         if T.shuffle_elect(32):
-            k_ring.commit(i)
+            ring.commit(i)
 
 
 @T.macro
-def gates_in(gates, s_gate, ring, head, first, step, num_steps, group):
+def gates_in(gates, s_gate, ring, walk):
+    num_steps = walk.num_steps
     for i in rolled(num_steps):
-        for r in rolled(group):
-            step_i = i * group + r
+        for r in rolled(walk.group):
+            step_i = i * walk.group + r
             ring.acquire(step_i)  # 3
             T.tma_copy(
-                gates[first + i * step, head, r, :, :],
+                gates[walk.chunk(i), walk.head, r, :, :],
                 s_gate[ring.slot(step_i), :, :],
                 barrier=ring.barrier(step_i),
             )
@@ -137,36 +159,34 @@ def gates_in(gates, s_gate, ring, head, first, step, num_steps, group):
 
 
 @T.macro
-def solve(
-    chunks, s_k, s_gate, s_l, s_a, r_kk, k_ring, gate_ring, a_ring,
-    meet, first, step, num_steps, group, growth, grows, head,
-):  # fmt: skip
+def solve(s, ring, r_kk, meet, walk, growth, grows):
+    num_steps, group = walk.num_steps, walk.group
     thread = T.get_thread_binding()
-    for slot, j in T.grid(A_SLOTS, CHUNK // 2):  # above the diagonal A stays zero for good
-        s_a[slot, thread // 2, thread % 2 * (CHUNK // 2) + j] = 0
+    for slot, j in T.grid(ring.a.stages, CHUNK // 2):  # above the diagonal A stays zero for good
+        s.a[slot, thread // 2, thread % 2 * (CHUNK // 2) + j] = 0
     for i in T.serial(num_steps):
-        rows = chunks[first + i * step, 1]
-        k_ring.wait(i)
+        rows = walk.rows(i)
+        ring.k.wait(i)
         T.wgmma_gemm(  # 2
-            s_k[k_ring.slot(i), :, :],
-            s_k[k_ring.slot(i), :, :],
+            s.k[ring.k.slot(i), :, :],
+            s.k[ring.k.slot(i), :, :],
             r_kk,
             transpose_B=True,
             clear_accum=True,
         )
         T.wait_wgmma(0)
-        k_ring.release(i)
+        ring.k.release(i)
         for r in T.serial(group):
             step_i = i * group + r
-            gate_ring.wait(step_i)
-            a_ring.acquire(step_i)
+            ring.gate.wait(step_i)
+            ring.a.acquire(step_i)
             if grows != 0:
                 T.call_extern(  # 4
                     "handle",
                     "qla::put_growth",
                     r_kk.data,
-                    T.access_ptr(s_gate[gate_ring.slot(step_i), 1, 0], "r", CHUNK),
-                    T.access_ptr(growth[chunks[first + i * step, 0], head, r], "w", 1),
+                    T.access_ptr(s.gate[ring.gate.slot(step_i), 1, 0], "r", CHUNK),
+                    T.access_ptr(growth[walk.tok0(i), walk.head, r], "w", 1),
                     growth.shape[1] * group,
                     rows,
                 )
@@ -174,24 +194,25 @@ def solve(
                 "handle",
                 "qla::gated_inverse",
                 r_kk.data,
-                T.access_ptr(s_gate[gate_ring.slot(step_i), 0, 0], "r", 3 * CHUNK),
-                T.access_ptr(s_l[0], "rw", SCRATCH_BYTES // 4),
-                T.access_ptr(s_a[a_ring.slot(step_i), 0, 0], "w", CHUNK * CHUNK),
+                T.access_ptr(s.gate[ring.gate.slot(step_i), 0, 0], "r", 3 * CHUNK),
+                T.access_ptr(s.l[0], "rw", SCRATCH_BYTES // 4),
+                T.access_ptr(s.a[ring.a.slot(step_i), 0, 0], "w", CHUNK * CHUNK),
                 rows,
                 meet.id(),
                 step_i,
             )
-            gate_ring.release(step_i)
-            T.fence_proxy_async()  # s_a: written by threads, read by the TMA store
-            a_ring.commit(step_i)
+            ring.gate.release(step_i)
+            T.fence_proxy_async()  # s.a: written by threads, read by the TMA store
+            ring.a.commit(step_i)
 
 
 @T.macro
-def store(A, chunks, s_a, ring, head, first, step, num_steps, group):
+def store(A, s_a, ring, walk):
+    num_steps, head, group = walk.num_steps, walk.head, walk.group
     lane = T.get_thread_binding() % 32
     for i in rolled(num_steps):
-        tok0 = chunks[first + i * step, 0]
-        rows = chunks[first + i * step, 1]
+        tok0 = walk.tok0(i)
+        rows = walk.rows(i)
         for r in rolled(group):
             step_i = i * group + r
             slot = ring.slot(step_i)
@@ -212,12 +233,11 @@ def store(A, chunks, s_a, ring, head, first, step, num_steps, group):
 def build(variant: Variant):
     plan = schedule(variant)
     num_tokens, num_heads, group = T.dynamic("num_tokens, num_heads, group")
-    capacity, k_token, k_head = T.dynamic("capacity, k_token, k_head")
-    grown_tokens, size = T.dynamic("grown_tokens, size")
+    capacity, grown_tokens, size = T.dynamic("capacity, grown_tokens, size")
 
     @T.prim_func
     def kkt_solve(
-        k: T.StridedTensor((num_tokens, num_heads, size), (k_token, k_head, 1), variant.dtype),
+        k: strided("k", "token head", (num_tokens, num_heads, size), variant.dtype),
         gates: T.Tensor((capacity, num_heads, group, 3, CHUNK), "float32"),
         chunks: T.Tensor((capacity, 2), "int32"),
         num_chunks: T.Tensor((1,), "int32"),
@@ -229,53 +249,23 @@ def build(variant: Variant):
         with T.Kernel(num_heads, walkers, threads=plan.threads) as (head, first):
             T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
             T.import_source(SOURCE + GROWTH)
-            s_k = T.alloc_shared((plan.rings["k"], CHUNK, variant.K), variant.dtype)
-            s_a = T.alloc_shared((A_SLOTS, CHUNK, CHUNK), variant.dtype)
-            s_l = T.alloc_shared((SCRATCH_BYTES // 4,), "float32")
-            s_gate = T.alloc_shared((GATE_SLOTS, 3, CHUNK), "float32")
-            T.annotate_layout({s_a: make_full_bank_swizzled_layout(s_a)})
+            s, ring = tiles(plan), rings(plan)
             r_kk = T.alloc_fragment((CHUNK, CHUNK), "float32")
-            k_full = T.alloc_barrier([plan.arrivals("k_full")] * plan.slots("k_full"))
-            k_free = T.alloc_barrier([plan.arrivals("k_free")] * plan.slots("k_free"))
-            gate_full = T.alloc_barrier([plan.arrivals("gate_full")] * GATE_SLOTS)
-            gate_free = T.alloc_barrier([plan.arrivals("gate_free")] * GATE_SLOTS)
-            a_full = T.alloc_barrier([plan.arrivals("a_full")] * A_SLOTS)
-            a_free = T.alloc_barrier([plan.arrivals("a_free")] * A_SLOTS)
-            k_ring = Ring(k_full, k_free, plan.rings["k"])
-            gate_ring = Ring(gate_full, gate_free, GATE_SLOTS)
-            a_ring = Ring(a_full, a_free, A_SLOTS)
             await_previous()
-            num_steps = T.alloc_var("int32")  # chunks this CTA visits: first, first + walkers, ...
-            num_steps = T.ceildiv(num_chunks[0] - first, walkers)
-
+            num_steps, step = T.alloc_var("int32"), walkers
+            num_steps = T.ceildiv(num_chunks[0] - first, step)
+            walk = ChunkWalk(chunks, head, first, step, num_steps, group)
             tx = T.get_thread_binding()
-            walk = (first, walkers, num_steps)
             if tx < plan.end("solve"):
                 T.set_max_nreg(plan.role("solve").regs, 1)
-                solve(
-                    chunks,
-                    s_k,
-                    s_gate,
-                    s_l,
-                    s_a,
-                    r_kk,
-                    k_ring,
-                    gate_ring,
-                    a_ring,
-                    NamedBarrier(plan, "solve"),
-                    *walk,
-                    group,
-                    growth,
-                    grows,
-                    head,
-                )
+                solve(s, ring, r_kk, NamedBarrier(plan, "solve"), walk, growth, grows)
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if tx < plan.end("load"):
-                    load(k, chunks, s_k, k_ring, head, *walk)
+                    load(k, s.k, ring.k, walk)
                 elif tx < plan.end("gates"):
-                    gates_in(gates, s_gate, gate_ring, head, *walk, group)
+                    gates_in(gates, s.gate, ring.gate, walk)
                 elif tx < plan.end("store"):
-                    store(A, chunks, s_a, a_ring, head, *walk, group)
+                    store(A, s.a, ring.a, walk)
 
     return kkt_solve

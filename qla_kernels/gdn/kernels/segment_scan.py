@@ -28,15 +28,16 @@ instruction, that was half of the time. CTAs of 16 columns take a quarter less t
 rows of `states`, whatever the bounds are.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import qla_kernels.tile.language as T
 from qla_kernels.tile.dependent import await_previous
-from qla_kernels.tile.language import make_full_bank_swizzled_layout
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.named_barriers import NamedBarrier
-from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import Named, Role, Schedule
+from qla_kernels.tile.rings import rings
+from qla_kernels.tile.schedule import Named, Role, Schedule, Tile
+from qla_kernels.tile.strided import strided
+from qla_kernels.tile.tiles import tiles
 
 
 class Variant(NamedTuple):
@@ -64,6 +65,8 @@ TERM = "bfloat16"  # of M and S, whatever the dtype of k: fp32's range, and 16 d
 
 
 def schedule(variant: Variant) -> Schedule:
+    K, columns = variant.K, variant.columns
+    panel = (SCAN_ROWS, K) if variant.reverse else (K, SCAN_ROWS)
     folds = tuple(
         Role(
             f"fold{w}",
@@ -101,15 +104,27 @@ def schedule(variant: Variant) -> Schedule:
         ),
         rings={"m": SCAN_SLOTS, "s": SCAN_SLOTS},
         named={"folded": Named(sum(role.threads for role in folds))},
-        # M; S in terms, S on its way out, b; barriers and alignment
-        smem_bytes=SCAN_SLOTS
-        * (
-            2 * variant.K * variant.K * 2
-            + variant.K * 2 * variant.columns * 2
-            + 2 * variant.K * variant.columns * 4
-        )
-        + 1024,
+        tiles={
+            "m": Tile((SCAN_SLOTS, 2, K // SCAN_ROWS, *panel), TERM),
+            "s": Tile((2, K, 2 * columns), TERM),  # in two terms
+            "b": Tile((SCAN_SLOTS, columns, K), "float32", swizzled=True),
+            "out": Tile((SCAN_SLOTS, columns, K), "float32", swizzled=True),  # S on its way out
+        },
     )
+
+
+class Segments(NamedTuple):
+    """A sequence's segments, in the order of the walk; the first and the last are not folded."""
+
+    states: Any  # [segments, HV, V, K]
+    maps: Any  # [segments, HV, 2, K, K]
+    cold: Any  # [segments, HV]
+    origin: Any  # the first one
+    direction: int
+    num_steps: Any
+    n: Any
+    hv: Any
+    v0: Any
 
 
 def rows_of(reverse, w):
@@ -119,14 +134,16 @@ def rows_of(reverse, w):
 
 
 @T.macro
-def load(variant, states, maps, cold, s_m, s_b, ring, origin, direction, num_steps, hv, v0):
+def load(variant, s, ring, walk):
+    origin, direction, num_steps = walk.origin, walk.direction, walk.num_steps
+    hv, v0 = walk.hv, walk.v0
     lane = T.get_thread_binding() % 32
     flag, step, i = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
     p = T.alloc_var("int32")
     step = 0
     for base in rolled(T.ceildiv(num_steps, 32)):
         i = T.min(base * 32 + lane + 1, num_steps)
-        flag = cold[origin + direction * i, hv]
+        flag = walk.cold[origin + direction * i, hv]
         for j in rolled(T.min(32, num_steps - base * 32)):
             if T.shfl_sync(flag, j) != 0:
                 p = origin + direction * (base * 32 + j + 1)
@@ -134,13 +151,13 @@ def load(variant, states, maps, cold, s_m, s_b, ring, origin, direction, num_ste
                 for w in range(variant.K // SCAN_ROWS):
                     for term in range(2):
                         T.tma_copy(
-                            maps[(p, hv, term, *rows_of(variant.reverse, w))],
-                            s_m[ring.slot(step), term, w, :, :],
+                            walk.maps[(p, hv, term, *rows_of(variant.reverse, w))],
+                            s.m[ring.slot(step), term, w, :, :],
                             barrier=ring.barrier(step),
                         )
                 T.tma_copy(
-                    states[p + direction, hv, v0 : v0 + variant.columns, :],
-                    s_b[ring.slot(step), :, :],
+                    walk.states[p + direction, hv, v0 : v0 + variant.columns, :],
+                    s.b[ring.slot(step), :, :],
                     barrier=ring.barrier(step),
                 )
                 ring.commit(step)
@@ -148,20 +165,22 @@ def load(variant, states, maps, cold, s_m, s_b, ring, origin, direction, num_ste
 
 
 @T.macro
-def store(variant, states, cold, s_out, ring, origin, direction, num_steps, hv, v0):
+def store(variant, s_out, ring, walk):
     """Stores the state that enters each cold segment; the fold's warpgroups write other states."""
+    origin, direction, num_steps = walk.origin, walk.direction, walk.num_steps
+    hv, v0 = walk.hv, walk.v0
     lane = T.get_thread_binding() % 32
     flag, step, i = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
     step = 0
     for base in rolled(T.ceildiv(num_steps, 32)):
         i = T.min(base * 32 + lane + 1, num_steps)
-        flag = cold[origin + direction * i, hv]
+        flag = walk.cold[origin + direction * i, hv]
         for j in rolled(T.min(32, num_steps - base * 32)):
             if T.shfl_sync(flag, j) != 0:
                 ring.wait(step)
                 T.tma_copy(  # 4
                     s_out[ring.slot(step), :, :],
-                    states[
+                    walk.states[
                         origin + direction * (base * 32 + j + 1), hv, v0 : v0 + variant.columns, :
                     ],
                 )
@@ -196,10 +215,11 @@ def hand_round(r_s, s_s, slot, w, folded):
 
 
 @T.macro
-def fold(
-    variant, w, given, states, cold, s_m, s_b, s_s, s_out, ring, out_ring, origin, direction,
-    num_steps, n, hv, v0, has_given, folded,
-):  # fmt: skip
+def fold(variant, w, s, ring, walk, given, has_given, folded):
+    """Computes 64 rows of every state; `given` is the one at the walk's first segment, if any."""
+    states, cold = walk.states, walk.cold
+    origin, direction, num_steps = walk.origin, walk.direction, walk.num_steps
+    n, hv, v0 = walk.n, walk.hv, walk.v0
     lane = T.get_thread_binding() % 32
     r_x = T.alloc_fragment((SCAN_ROWS, 2 * variant.columns), "float32")  # M times each term of S
     r_s = T.alloc_fragment((SCAN_ROWS, variant.columns), "float32")
@@ -223,31 +243,31 @@ def fold(
                 if known != p:
                     put(r_s, states, known, hv, v0, k0)
                     take(r_s, states, p, hv, v0, k0)
-                    hand_round(r_s, s_s, step % 2, w, folded)
-                ring.wait(step)
+                    hand_round(r_s, s.s, step % 2, w, folded)
+                ring.m.wait(step)
                 for term in range(2):  # 2
                     T.wgmma_gemm(
-                        s_m[ring.slot(step), term, w, :, :],
-                        s_s[step % 2, :, :],
+                        s.m[ring.m.slot(step), term, w, :, :],
+                        s.s[step % 2, :, :],
                         r_x,
                         transpose_A=not variant.reverse,
                         clear_accum=term == 0,
                     )
-                out_ring.acquire(step)
+                ring.s.acquire(step)
                 for r, c in T.Parallel(SCAN_ROWS, variant.columns):
-                    s_out[out_ring.slot(step), c, k0 + r] = r_s[r, c]
+                    s.out[ring.s.slot(step), c, k0 + r] = r_s[r, c]
                 for r, c in T.Parallel(SCAN_ROWS, variant.columns):
-                    r_b[r, c] = s_b[ring.slot(step), c, k0 + r]
+                    r_b[r, c] = s.b[ring.m.slot(step), c, k0 + r]
                 T.fence_proxy_async()  # S: written by threads, read by the TMA store
-                out_ring.commit(step)
+                ring.s.commit(step)
                 T.wait_wgmma(0)
                 for r, c in T.Parallel(SCAN_ROWS, variant.columns):
                     r_s[r, c] = r_x[r, c] + r_b[r, c]
-                ring.release(step)
+                ring.m.release(step)
                 step += 1
                 for r, c in T.Parallel(SCAN_ROWS, variant.columns):
                     r_s[r, c] += r_x[r, variant.columns + c]
-                hand_round(r_s, s_s, step % 2, w, folded)
+                hand_round(r_s, s.s, step % 2, w, folded)
                 known = p + direction
     put(r_s, states, known, hv, v0, k0)
 
@@ -257,14 +277,11 @@ def build(variant: Variant):
     K = variant.K
     num_value_heads, V = T.dynamic("num_value_heads, V")
     num_bounds, capacity, num_given = T.dynamic("num_bounds, capacity, num_given")
-    given_n, given_h, given_k, given_v = T.dynamic("given_n, given_h, given_k, given_v")
 
     @T.prim_func
     def segment_scan(
         first_segment: T.Tensor((num_bounds,), "int32"),
-        given: T.StridedTensor(
-            (num_given, num_value_heads, K, V), (given_n, given_h, given_k, given_v), "float32"
-        ),
+        given: strided("given", "n h k v", (num_given, num_value_heads, K, V), "float32"),
         states: T.Tensor((capacity, num_value_heads, V, K), "float32"),
         maps: T.Tensor((capacity, num_value_heads, 2, K, K), TERM),
         cold: T.Tensor((capacity, num_value_heads), "int32"),
@@ -273,18 +290,7 @@ def build(variant: Variant):
         with T.Kernel(
             (num_bounds - 1) * num_value_heads * (V // variant.columns), threads=plan.threads
         ) as block:
-            panel = (SCAN_ROWS, K) if variant.reverse else (K, SCAN_ROWS)
-            s_m = T.alloc_shared((SCAN_SLOTS, 2, K // SCAN_ROWS, *panel), TERM)
-            s_s = T.alloc_shared((2, K, 2 * variant.columns), TERM)
-            s_b = T.alloc_shared((SCAN_SLOTS, variant.columns, K), "float32")
-            s_out = T.alloc_shared((SCAN_SLOTS, variant.columns, K), "float32")
-            T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in (s_b, s_out)})
-            m_full = T.alloc_barrier([plan.arrivals("m_full")] * SCAN_SLOTS)
-            m_free = T.alloc_barrier([plan.arrivals("m_free")] * SCAN_SLOTS)
-            s_full = T.alloc_barrier([plan.arrivals("s_full")] * SCAN_SLOTS)
-            s_free = T.alloc_barrier([plan.arrivals("s_free")] * SCAN_SLOTS)
-            ring = Ring(m_full, m_free, SCAN_SLOTS)
-            out_ring = Ring(s_full, s_free, SCAN_SLOTS)
+            s, ring = tiles(plan), rings(plan)
             n, hv, v0 = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             first, last = T.alloc_var("int32"), T.alloc_var("int32")
             await_previous()
@@ -293,25 +299,17 @@ def build(variant: Variant):
             n = block // (V // variant.columns) // num_value_heads
             first = first_segment[n]
             last = first_segment[n + 1] - 1
-            # neither the first nor the last segment is folded
-            walk = (
-                last if variant.reverse else first,
-                -1 if variant.reverse else 1,
-                last - first - 1,
-            )
-
+            ends = (last, -1) if variant.reverse else (first, 1)
+            walk = Segments(states, maps, cold, *ends, last - first - 1, n, hv, v0)
             tx = T.get_thread_binding()
             folded = NamedBarrier(plan, "folded")
-            tiles, rings = (s_m, s_b, s_s, s_out), (ring, out_ring)
-            whole = (given, states, cold, *tiles, *rings, *walk, n, hv, v0, has_given, folded)
             if tx < plan.end("fold0"):
-                fold(variant, 0, *whole)
-            elif tx < plan.start("load"):  # no thread if K is 64
-                if K > SCAN_ROWS:
-                    fold(variant, 1, *whole)
+                fold(variant, 0, s, ring, walk, given, has_given, folded)
+            elif K > SCAN_ROWS and tx < plan.end("fold1"):
+                fold(variant, 1, s, ring, walk, given, has_given, folded)
             elif tx < plan.end("load"):
-                load(variant, states, maps, cold, s_m, s_b, ring, *walk, hv, v0)
+                load(variant, s, ring.m, walk)
             elif tx < plan.end("store"):
-                store(variant, states, cold, s_out, out_ring, *walk, hv, v0)
+                store(variant, s.out, ring.s, walk)
 
     return segment_scan

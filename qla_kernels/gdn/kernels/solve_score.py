@@ -37,14 +37,15 @@ from qla_kernels.gdn.kernels.chain.layout import (
     Rows,
     slot_of,
 )
-from qla_kernels.gdn.kernels.kkt_solve import gates_in
+from qla_kernels.gdn.kernels.kkt_solve import ChunkWalk, gates_in
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.dependent import await_previous
-from qla_kernels.tile.language import make_full_bank_swizzled_layout
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.named_barriers import NamedBarrier
-from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import ONE, WARPGROUP_THREADS, Named, Role, Schedule
+from qla_kernels.tile.rings import rings
+from qla_kernels.tile.schedule import ONE, WARPGROUP_THREADS, Named, Role, Schedule, Tile
+from qla_kernels.tile.strided import strided
+from qla_kernels.tile.tiles import tiles
 
 
 class Variant(NamedTuple):
@@ -64,7 +65,8 @@ CTAS_PER_SM = 2
 
 
 def schedule(variant: Variant) -> Schedule:
-    rings = {"qk": 1, "gate": 2, "tiles": 2}
+    K, dtype = variant.K, variant.dtype
+    slots = {"qk": 1, "gate": 2, "tiles": 2}
     return Schedule(
         roles=(
             Role(
@@ -107,24 +109,27 @@ def schedule(variant: Variant) -> Schedule:
                 "padding", warps=1, regs=40, computes="zeros into rows of A, g_cum of no sequence"
             ),
         ),
-        rings=rings,
+        rings=slots,
         named={"solve": Named(WARPGROUP_THREADS)},
-        # q and k, scratch, A and P, gate slots; barriers and alignment
-        smem_bytes=2 * CHUNK * variant.K * 2
-        + SCRATCH_BYTES
-        + rings["tiles"] * 2 * CHUNK * CHUNK * 2
-        + rings["gate"] * 768
-        + 1024,
+        tiles={
+            "q": Tile((slots["qk"], CHUNK, K), dtype),
+            "k": Tile((slots["qk"], CHUNK, K), dtype),
+            "a": Tile((slots["tiles"], CHUNK, CHUNK), dtype, swizzled=True),
+            "p": Tile((slots["tiles"], CHUNK, CHUNK), dtype, swizzled=True),
+            "l": Tile((SCRATCH_BYTES // 4,), "float32"),  # scratch
+            "gate": Tile((slots["gate"], 3, CHUNK), "float32"),
+        },
         ctas_per_sm=CTAS_PER_SM,
     )
 
 
 @T.macro
-def load(inputs, chunks, ring, first, step, num_steps):
+def load(inputs, ring, walk):
+    num_steps = walk.num_steps
     for i in rolled(num_steps):
         ring.acquire(i)  # 1
         for rows in inputs:
-            rows.copy(chunks[first + i * step, 0], ring.slot(i), ring.barrier(i))
+            rows.copy(walk.tok0(i), ring.slot(i), ring.barrier(i))
         ring.commit(i)
 
 
@@ -146,36 +151,34 @@ def put_gates(s_gate, slot, out, chunk, head, r, scale):
 
 
 @T.macro
-def solve(
-    chunks, s_q, s_k, s_gate, s_l, s_a, s_p, out, qk_ring, gate_ring, tile_ring,
-    meet, first, step, num_steps, group, head, scale,
-):  # fmt: skip
+def solve(s, ring, meet, walk, out, scale):
+    num_steps, group = walk.num_steps, walk.group
     thread = T.get_thread_binding()
     r_kk = T.alloc_fragment((CHUNK, CHUNK), "float32")
     r_qk = T.alloc_fragment((CHUNK, CHUNK), "float32")
-    for slot, j in T.grid(tile_ring.stages, CHUNK // 2):  # above the diagonal zero for good
-        s_a[slot, thread // 2, thread % 2 * (CHUNK // 2) + j] = 0
-        s_p[slot, thread // 2, thread % 2 * (CHUNK // 2) + j] = 0
+    for slot, j in T.grid(ring.tiles.stages, CHUNK // 2):  # above the diagonal zero for good
+        s.a[slot, thread // 2, thread % 2 * (CHUNK // 2) + j] = 0
+        s.p[slot, thread // 2, thread % 2 * (CHUNK // 2) + j] = 0
     for i in T.serial(num_steps):
-        rows = chunks[first + i * step, 1]
-        qk_ring.wait(i)
-        keys, queries = s_k[qk_ring.slot(i), :, :], s_q[qk_ring.slot(i), :, :]
+        rows = walk.rows(i)
+        ring.qk.wait(i)
+        keys, queries = s.k[ring.qk.slot(i), :, :], s.q[ring.qk.slot(i), :, :]
         T.wgmma_gemm(keys, keys, r_kk, transpose_B=True, clear_accum=True)  # 2
         T.wgmma_gemm(queries, keys, r_qk, transpose_B=True, clear_accum=True)
         T.wait_wgmma(0)
-        qk_ring.release(i)
+        ring.qk.release(i)
         for r in T.serial(group):
             step_i = i * group + r
-            slot = tile_ring.slot(step_i)
-            gate_ring.wait(step_i)
-            tile_ring.acquire(step_i)
+            slot = ring.tiles.slot(step_i)
+            ring.gate.wait(step_i)
+            ring.tiles.acquire(step_i)
             T.call_extern(  # 4
                 "handle",
                 "qla::gated_inverse",
                 r_kk.data,
-                slot_of(s_gate, gate_ring.slot(step_i)),
-                T.access_ptr(s_l[0], "rw", SCRATCH_BYTES // 4),
-                slot_of(s_a, slot),
+                slot_of(s.gate, ring.gate.slot(step_i)),
+                T.access_ptr(s.l[0], "rw", SCRATCH_BYTES // 4),
+                slot_of(s.a, slot),
                 rows,
                 meet.id(),
                 step_i,
@@ -184,14 +187,14 @@ def solve(
                 "handle",
                 "qla::gated_scores",
                 r_qk.data,
-                slot_of(s_gate, gate_ring.slot(step_i)),
-                slot_of(s_p, slot),
+                slot_of(s.gate, ring.gate.slot(step_i)),
+                slot_of(s.p, slot),
                 scale,
             )
-            put_gates(s_gate, gate_ring.slot(step_i), out, first + i * step, head, r, scale)
-            gate_ring.release(step_i)
+            put_gates(s.gate, ring.gate.slot(step_i), out, walk.chunk(i), walk.head, r, scale)
+            ring.gate.release(step_i)
             T.fence_proxy_async()  # the tiles: written by threads, read by the TMA stores
-            tile_ring.commit(step_i)
+            ring.tiles.commit(step_i)
 
 
 @T.macro
@@ -209,54 +212,54 @@ def put_tile(x, tile, slot, tok0, rows, head, r):
 
 
 @T.macro
-def store(A, P, chunks, s_a, s_p, ring, head, first, step, num_steps, group):
+def store(A, P, s, ring, walk):
+    num_steps = walk.num_steps
     for i in rolled(num_steps):
-        tok0 = chunks[first + i * step, 0]
-        rows = chunks[first + i * step, 1]
-        for r in rolled(group):
-            step_i = i * group + r
+        tok0 = walk.tok0(i)
+        rows = walk.rows(i)
+        for r in rolled(walk.group):
+            step_i = i * walk.group + r
             ring.wait(step_i)
-            put_tile(A, s_a, ring.slot(step_i), tok0, rows, head, r)
-            put_tile(P, s_p, ring.slot(step_i), tok0, rows, head, r)
+            put_tile(A, s.a, ring.slot(step_i), tok0, rows, walk.head, r)
+            put_tile(P, s.p, ring.slot(step_i), tok0, rows, walk.head, r)
             T.tma_store_wait(0)
             ring.release(step_i)
 
 
 @T.macro
-def clear_saved(A, g_cum, chunks, num_chunks, head, first, step, group):
+def clear_saved(A, g_cum, walk, num_chunks):
     """Writes zeros to the rows of A and g_cum behind the last chunk; the CTAs share them."""
     lane = T.get_thread_binding() % 32
     end = T.alloc_var("int32")
     end = 0
     if num_chunks > 0:
-        end = chunks[num_chunks - 1, 0] + chunks[num_chunks - 1, 1]
-    for j in rolled(T.ceildiv(A.shape[0] - end - first, step)):
-        row = end + first + j * step
-        for r in rolled(group):
+        end = walk.chunks[num_chunks - 1, 0] + walk.chunks[num_chunks - 1, 1]
+    for j in rolled(T.ceildiv(A.shape[0] - end - walk.first, walk.step)):
+        row = end + walk.first + j * walk.step
+        for r in rolled(walk.group):
             if lane < CHUNK // 8:
                 for e in T.vectorized(8):
-                    A[row, head, r, lane * 8 + e] = 0
+                    A[row, walk.head, r, lane * 8 + e] = 0
             if lane == 0:
-                g_cum[row, head, r] = 0
+                g_cum[row, walk.head, r] = 0
 
 
 def build(variant: Variant):
-    plan = schedule(variant)
-    K, rings = variant.K, plan.rings
+    plan, dtype = schedule(variant), variant.dtype
     num_tokens, num_heads, group = T.dynamic("num_tokens, num_heads, group")
-    q_token, q_head, k_token, k_head = T.dynamic("q_token, q_head, k_token, k_head")
     capacity = T.dynamic("capacity")
+    rows, value_rows = (num_tokens, num_heads, variant.K), (num_tokens, num_heads, group)
 
     @T.prim_func
     def solve_score(
-        q: T.StridedTensor((num_tokens, num_heads, K), (q_token, q_head, 1), variant.dtype),
-        k: T.StridedTensor((num_tokens, num_heads, K), (k_token, k_head, 1), variant.dtype),
+        q: strided("q", "token head", rows, dtype),
+        k: strided("k", "token head", rows, dtype),
         gates: T.Tensor((capacity, num_heads, group, 3, CHUNK), "float32"),
         chunks: T.Tensor((capacity, 2), "int32"),
         num_chunks: T.Tensor((1,), "int32"),
-        A: T.Tensor((num_tokens, num_heads, group, CHUNK), variant.dtype),
-        P: T.Tensor((num_tokens, num_heads, group, CHUNK), variant.dtype),
-        g_cum: T.Tensor((num_tokens, num_heads, group), "float32"),
+        A: T.Tensor((*value_rows, CHUNK), dtype),
+        P: T.Tensor((*value_rows, CHUNK), dtype),
+        g_cum: T.Tensor(value_rows, "float32"),
         out: T.Tensor((capacity, num_heads, group, GATE_ROWS, CHUNK), "float32"),
         scale: T.float32,
         walkers: T.int32,
@@ -264,44 +267,24 @@ def build(variant: Variant):
         with T.Kernel(num_heads, walkers, threads=plan.threads) as (head, first):
             T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
             T.import_source(SOURCE)
-            s_q = T.alloc_shared((rings["qk"], CHUNK, K), variant.dtype)
-            s_k = T.alloc_shared((rings["qk"], CHUNK, K), variant.dtype)
-            s_a = T.alloc_shared((rings["tiles"], CHUNK, CHUNK), variant.dtype)
-            s_p = T.alloc_shared((rings["tiles"], CHUNK, CHUNK), variant.dtype)
-            s_l = T.alloc_shared((SCRATCH_BYTES // 4,), "float32")
-            s_gate = T.alloc_shared((rings["gate"], 3, CHUNK), "float32")
-            T.annotate_layout({s: make_full_bank_swizzled_layout(s) for s in (s_a, s_p)})
-            qk_full = T.alloc_barrier([plan.arrivals("qk_full")] * rings["qk"])
-            qk_free = T.alloc_barrier([plan.arrivals("qk_free")] * rings["qk"])
-            gate_full = T.alloc_barrier([plan.arrivals("gate_full")] * rings["gate"])
-            gate_free = T.alloc_barrier([plan.arrivals("gate_free")] * rings["gate"])
-            tiles_full = T.alloc_barrier([plan.arrivals("tiles_full")] * rings["tiles"])
-            tiles_free = T.alloc_barrier([plan.arrivals("tiles_free")] * rings["tiles"])
-            qk_ring = Ring(qk_full, qk_free, rings["qk"])
-            gate_ring = Ring(gate_full, gate_free, rings["gate"])
-            tile_ring = Ring(tiles_full, tiles_free, rings["tiles"])
+            s, ring = tiles(plan), rings(plan)
             await_previous()
-            num_steps = T.alloc_var("int32")  # chunks this CTA visits: first, first + walkers, ...
-            num_steps = T.ceildiv(num_chunks[0] - first, walkers)
-
+            num_steps, step = T.alloc_var("int32"), walkers
+            num_steps = T.ceildiv(num_chunks[0] - first, step)
+            walk = ChunkWalk(chunks, head, first, step, num_steps, group)
             tx = T.get_thread_binding()
-            walk = (first, walkers, num_steps)
             if tx < plan.end("solve"):
                 T.set_max_nreg(plan.role("solve").regs, 1)
-                solve(
-                    chunks, s_q, s_k, s_gate, s_l, s_a, s_p, out, qk_ring, gate_ring, tile_ring,
-                    NamedBarrier(plan, "solve"), *walk, group, head, scale,
-                )  # fmt: skip
+                solve(s, ring, NamedBarrier(plan, "solve"), walk, out, scale)
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if tx < plan.end("load"):
-                    inputs = [Rows(q, (head,), s_q), Rows(k, (head,), s_k)]
-                    load(inputs, chunks, qk_ring, *walk)
+                    load([Rows(q, (head,), s.q), Rows(k, (head,), s.k)], ring.qk, walk)
                 elif tx < plan.end("gates"):
-                    gates_in(gates, s_gate, gate_ring, head, *walk, group)
+                    gates_in(gates, s.gate, ring.gate, walk)
                 elif tx < plan.end("store"):
-                    store(A, P, chunks, s_a, s_p, tile_ring, head, *walk, group)
+                    store(A, P, s, ring.tiles, walk)
                 else:
-                    clear_saved(A, g_cum, chunks, num_chunks[0], head, first, walkers, group)
+                    clear_saved(A, g_cum, walk, num_chunks[0])
 
     return solve_score
