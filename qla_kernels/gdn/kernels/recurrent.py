@@ -33,7 +33,10 @@ from qla_kernels.gdn.shapes import L2NORM_EPSILON, STATE_PIECE
 from qla_kernels.tile.constants import LOG2E
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.loops import rolled
-from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.record import Variables
+from qla_kernels.tile.schedule import Role, Schedule, Tile
+from qla_kernels.tile.strided import strided
+from qla_kernels.tile.tiles import tiles
 
 TOKEN_WARPS = 4  # a CTA; also the tokens that are prepared together
 WARP_COLUMNS = 16  # columns of V of a warp
@@ -109,19 +112,47 @@ def schedule(variant: Variant) -> Schedule:
         roles=(
             Role("step", warps=TOKEN_WARPS, regs=regs, computes="S and o of 16 columns a warp"),
         ),
-        smem_bytes=TOKEN_WARPS * (2 * variant.K + 2 * TOKEN_WARPS * WARP_COLUMNS + 2) * 4,
+        tiles=token_tiles(TOKEN_WARPS, variant.K, TOKEN_WARPS * WARP_COLUMNS),
         ctas_per_sm=resident,
     )
 
 
-class Token(NamedTuple):
-    """Four prepared tokens in shared memory, the input of `step`."""
+def token_tiles(tokens: int, K: int, columns: int) -> dict[str, Tile]:
+    """Returns the tiles of prepared tokens, the input of `step`."""
+    return {
+        "q": Tile((tokens, K), "float32"),
+        "k": Tile((tokens, K), "float32"),
+        "v": Tile((tokens, columns), "float32"),
+        "beta": Tile((tokens, columns), "float32"),
+        "scalars": Tile((tokens, 2), "float32", align=16),
+    }
 
-    q: Any  # [4, K]
-    k: Any  # [4, K]
-    v: Any  # [4, 64]
-    beta: Any  # [4, 64]
-    scalars: Any  # [4, 2]
+
+class Tokens(NamedTuple):
+    """The tensors that `prepare` reads; g, beta, A_log and dt_bias as bytes: fp32, or q's dtype."""
+
+    q: Any
+    k: Any
+    v: Any
+    g: Any
+    beta: Any
+    A_log: Any
+    dt_bias: Any
+
+
+def token_types(shape: tuple[Any, ...], K: Any, V: Any, dtype: str) -> Tokens:
+    """Returns the types of `Tokens`, as arguments of a kernel; `shape` is (B, tokens, H, HV)."""
+    *tokens, H, HV = shape
+    g_size, beta_size, A_size, dt_size = T.dynamic("g_size, beta_size, A_size, dt_size")
+    return Tokens(
+        strided("q", "b t h", (*tokens, H, K), dtype),
+        strided("k", "b t h", (*tokens, H, K), dtype),
+        strided("v", "b t h", (*tokens, HV, V), dtype),
+        strided("g", "b t h", (*tokens, HV, g_size), "uint8"),
+        strided("beta", "b t h v", (*tokens, HV, V, beta_size), "uint8"),
+        strided("A", "h", (HV, A_size), "uint8"),
+        strided("dt", "h", (HV, dt_size), "uint8"),
+    )
 
 
 def move_four(to, from_):
@@ -166,13 +197,14 @@ def known_slot(slot, num_slots, flags):
 
 
 @T.macro
-def prepare(
-    q, k, v, g, beta, A_log, dt_bias, sizes, dtype, s, slot,
-    row, t, kh, hv, v0, scale, beta_range, flags,
-):  # fmt: skip
-    """Prepares one token by one warp, and writes it to slot `slot` of s: step 2."""
+def prepare(x, dtype, s, slot, at, scale, beta_range, flags):
+    """Prepares one token by one warp, and writes it to slot `slot` of s: step 2.
+
+    `at` has the token's row and number t, its heads kh and hv, and the first column v0.
+    """
+    row, t, kh, hv, v0 = at.row, at.t, at.kh, at.hv, at.v0
     lane = T.get_thread_binding() % 32
-    g_size, beta_size, A_size, dt_size = sizes
+    g_size, beta_size, A_size, dt_size = (y.shape[-1] for y in (x.g, x.beta, x.A_log, x.dt_bias))
     keys, values = s.q.shape[1] // 32, s.v.shape[1] // 32  # numbers a lane
     r_q = T.alloc_local((keys,), "float32")
     r_k = T.alloc_local((keys,), "float32")
@@ -183,16 +215,16 @@ def prepare(
     for i in T.unroll(keys):  # 2: all loads are issued before any result is used
         r_q[i] = 0
         r_k[i] = 0
-        if i * 32 + lane < q.shape[3]:
-            r_q[i] = q[row, t, kh, i * 32 + lane]
-            r_k[i] = k[row, t, kh, i * 32 + lane]
+        if i * 32 + lane < x.q.shape[3]:
+            r_q[i] = x.q[row, t, kh, i * 32 + lane]
+            r_k[i] = x.k[row, t, kh, i * 32 + lane]
     for i in T.unroll(values):
-        r_v[i] = v[row, t, hv, v0 + i * 32 + lane]
-        r_beta[i] = number(beta[row, t, hv, v0 + i * 32 + lane, 0], beta_size, dtype)
-    level = number(g[row, t, hv, 0], g_size, dtype)
+        r_v[i] = x.v[row, t, hv, v0 + i * 32 + lane]
+        r_beta[i] = number(x.beta[row, t, hv, v0 + i * 32 + lane, 0], beta_size, dtype)
+    level = number(x.g[row, t, hv, 0], g_size, dtype)
     if has(flags, GATE):
-        bias = number(dt_bias[hv, 0], dt_size, dtype)
-        strength = number(A_log[hv, 0], A_size, dtype)
+        bias = number(x.dt_bias[hv, 0], dt_size, dtype)
+        strength = number(x.A_log[hv, 0], A_size, dtype)
     qq = 0.0
     kk = 0.0
     qk = 0.0
@@ -226,6 +258,33 @@ def prepare(
         level *= -T.exp2(LOG2E * strength)
     s.scalars[slot, DECAY] = T.exp2(level)
     s.scalars[slot, QK] = qk * qq * kk
+
+
+def lane_rows(lane, v_first):
+    """Returns the first row of K of a lane's first block."""
+    first = T.if_then_else(v_first == 0, lane // STATE_PIECE, lane % COLUMN_LANES)
+    return first * STATE_PIECE
+
+
+def lane_columns(lane, v_first):
+    """Returns the first of a lane's columns, of those of its warp."""
+    first = T.if_then_else(v_first == 0, lane % STATE_PIECE, lane // COLUMN_LANES)
+    return first * STATE_PIECE
+
+
+def of_lane(r_s):
+    """Returns a lane's part of a state in registers, as an argument of `move_blocks`."""
+    return r_s[0, 0, 0], STATE_PIECE * STATE_PIECE, STATE_PIECE
+
+
+def steps_across(states, v_first):
+    """Returns the distance in memory of the accesses of a lane's block."""
+    return T.if_then_else(v_first == 0, *states.strides[2:])
+
+
+def of_state(first, states, across):
+    """Returns a lane's part of a state in memory, from its first number on, likewise."""
+    return first, KEY_SPAN * states.strides[2], across
 
 
 def block(b, e, j, v_first):
@@ -275,35 +334,26 @@ def clear_rows(o, r_o, row, first, stride, count, hv, k0, v0):
 
 
 def build(variant: Variant):
-    plan = schedule(variant)
+    plan, dtype = schedule(variant), variant.dtype
     blocks = variant.K // KEY_SPAN  # a lane
     columns = TOKEN_WARPS * WARP_COLUMNS  # a CTA
     B, num_tokens, H, HV, V, size = T.dynamic("B, num_tokens, H, HV, V, size")
     num_bounds, num_indices, num_h0, num_ht = T.dynamic("num_bounds, num_indices, num_h0, num_ht")
-    sizes = g_size, beta_size, A_size, dt_size = T.dynamic("g_size, beta_size, A_size, dt_size")
-    q_b, q_t, q_h, k_b, k_t, k_h = T.dynamic("q_b, q_t, q_h, k_b, k_t, k_h")
-    v_b, v_t, v_h, g_b, g_t, g_h = T.dynamic("v_b, v_t, v_h, g_b, g_t, g_h")
-    beta_b, beta_t, beta_h, beta_v = T.dynamic("beta_b, beta_t, beta_h, beta_v")
-    A_h, dt_h, bound, index = T.dynamic("A_h, dt_h, bound, index")
-    h0_n, h0_h, h0_k, h0_v = T.dynamic("h0_n, h0_h, h0_k, h0_v")
-    ht_n, ht_h, ht_k, ht_v = T.dynamic("ht_n, ht_h, ht_k, ht_v")
+    x = token_types((B, num_tokens, H, HV), size, V, dtype)
 
     @T.prim_func
     def recurrent(
-        q: T.StridedTensor((B, num_tokens, H, size), (q_b, q_t, q_h, 1), variant.dtype),
-        k: T.StridedTensor((B, num_tokens, H, size), (k_b, k_t, k_h, 1), variant.dtype),
-        v: T.StridedTensor((B, num_tokens, HV, V), (v_b, v_t, v_h, 1), variant.dtype),
-        # as bytes: fp32, or the dtype of q
-        g: T.StridedTensor((B, num_tokens, HV, g_size), (g_b, g_t, g_h, 1), "uint8"),
-        beta: T.StridedTensor(
-            (B, num_tokens, HV, V, beta_size), (beta_b, beta_t, beta_h, beta_v, 1), "uint8"
-        ),
-        A_log: T.StridedTensor((HV, A_size), (A_h, 1), "uint8"),
-        dt_bias: T.StridedTensor((HV, dt_size), (dt_h, 1), "uint8"),
-        cu_seqlens: T.StridedTensor((num_bounds,), (bound,), "int32"),
-        state_indices: T.StridedTensor((num_indices,), (index,), "int32"),
-        h0: T.StridedTensor((num_h0, HV, size, V), (h0_n, h0_h, h0_k, h0_v), variant.state),
-        ht: T.StridedTensor((num_ht, HV, size, V), (ht_n, ht_h, ht_k, ht_v), variant.state),
+        q: x.q,
+        k: x.k,
+        v: x.v,
+        g: x.g,
+        beta: x.beta,
+        A_log: x.A_log,
+        dt_bias: x.dt_bias,
+        cu_seqlens: T.StridedTensor((num_bounds,), (T.dynamic("bound"),), "int32"),
+        state_indices: T.StridedTensor((num_indices,), (T.dynamic("index"),), "int32"),
+        h0: strided("h0", "n h k v", (num_h0, HV, size, V), variant.state),
+        ht: strided("ht", "n h k v", (num_ht, HV, size, V), variant.state),
         o: T.Tensor((B, num_tokens, HV, V), variant.dtype),
         num_sequences: T.int32,
         scale: T.float32,
@@ -313,90 +363,76 @@ def build(variant: Variant):
         with T.Kernel(num_sequences * HV * (V // columns), threads=plan.threads) as cta:
             T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
             T.import_source(SOURCE)
-            s_q = T.alloc_shared((TOKEN_WARPS, variant.K), "float32")
-            s_k = T.alloc_shared((TOKEN_WARPS, variant.K), "float32")
-            s_v = T.alloc_shared((TOKEN_WARPS, columns), "float32")
-            s_beta = T.alloc_shared((TOKEN_WARPS, columns), "float32")
-            s_scalars = T.alloc_shared((TOKEN_WARPS, 2), "float32")
-            s = Token(s_q, s_k, s_v, s_beta, s_scalars)
+            s = tiles(plan)
             r_s = T.alloc_local((blocks, STATE_PIECE, STATE_PIECE), "float32")
             r_o = T.alloc_local((STATE_PIECE,), "float32")
             # variables, so that they are divided as 32-bit numbers, and once
-            n, hv, kh, slot, row = (T.alloc_var("int32") for _ in range(5))
-            k0, column, v0, begin, length, t = (T.alloc_var("int32") for _ in range(6))
+            inputs = Tokens(q, k, v, g, beta, A_log, dt_bias)
+            at = Variables("n hv kh slot row k0 column v0 begin length t")
             lane, warp = T.get_thread_binding() % 32, T.get_thread_binding() // 32
             v_first = T.bitwise_and(flags, V_FIRST)
 
-            n = T.truncdiv(cta, V // columns)
-            v0 = (cta - n * (V // columns)) * columns
-            hv = n
-            n = T.truncdiv(n, HV)
-            hv -= n * HV
-            kh = T.truncdiv(hv, T.truncdiv(HV, H))
-            k0 = (
-                T.if_then_else(v_first == 0, lane // STATE_PIECE, lane % COLUMN_LANES) * STATE_PIECE
-            )
-            column = (
-                T.if_then_else(v_first == 0, lane % STATE_PIECE, lane // COLUMN_LANES) * STATE_PIECE
-            )
-            column += warp * WARP_COLUMNS
-            slot = n
+            at["n"] = T.truncdiv(cta, V // columns)
+            at["v0"] = (cta - at.n * (V // columns)) * columns
+            at["hv"] = at.n
+            at["n"] = T.truncdiv(at.n, HV)
+            at["hv"] -= at.n * HV
+            at["kh"] = T.truncdiv(at.hv, T.truncdiv(HV, H))
+            at["k0"] = lane_rows(lane, v_first)
+            at["column"] = lane_columns(lane, v_first)
+            at["column"] += warp * WARP_COLUMNS
+            at["slot"] = at.n
             await_previous()
             if has(flags, INDICES):
-                slot = known_slot(state_indices[n], num_h0, flags)
+                at["slot"] = known_slot(state_indices[at.n], num_h0, flags)
             T.clear(r_s)
             if has(flags, H0):
-                if slot >= 0:
-                    across = T.if_then_else(v_first == 0, h0_k, h0_v)
-                    move_blocks(  # 1
-                        blocks,
-                        (r_s[0, 0, 0], STATE_PIECE * STATE_PIECE, STATE_PIECE),
-                        (h0[slot, hv, k0, v0 + column], KEY_SPAN * h0_k, across),
-                        size - k0,
-                    )
-            row = n
-            begin = 0
-            length = num_tokens
+                if at.slot >= 0:
+                    across = steps_across(h0, v_first)
+                    here = of_state(h0[at.slot, at.hv, at.k0, at.v0 + at.column], h0, across)
+                    move_blocks(blocks, of_lane(r_s), here, size - at.k0)  # 1
+            at["row"] = at.n
+            at["begin"] = 0
+            at["length"] = num_tokens
             if not has(flags, DENSE):
-                row = 0
+                at["row"] = 0
                 # tokens of no sequence, shared out
-                t = inside(cu_seqlens[num_sequences], num_tokens) + n
+                at["t"] = inside(cu_seqlens[num_sequences], num_tokens) + at.n
                 clear_rows(
-                    o, r_o, 0, t, num_sequences,
-                    T.truncdiv(num_tokens - t + num_sequences - 1, num_sequences),
-                    hv, k0, v0 + column,
+                    o, r_o, 0, at.t, num_sequences,
+                    T.truncdiv(num_tokens - at.t + num_sequences - 1, num_sequences),
+                    at.hv, at.k0, at.v0 + at.column,
                 )  # fmt: skip
-                sequence_span(cu_seqlens, n, num_tokens, begin, length)
+                sequence_span(cu_seqlens, at.n, num_tokens, at.begin, at.length)
 
-            if slot < 0:
-                clear_rows(o, r_o, row, begin, 1, length, hv, k0, v0 + column)
+            if at.slot < 0:
+                clear_rows(o, r_o, at.row, at.begin, 1, at.length, at.hv, at.k0, at.v0 + at.column)
             else:
-                for tile in rolled(T.ceildiv(length, TOKEN_WARPS)):
+                for tile in rolled(T.ceildiv(at.length, TOKEN_WARPS)):
                     if tile > 0:
                         T.sync_threads()
-                    if tile * TOKEN_WARPS + warp < length:
-                        t = begin + tile * TOKEN_WARPS + warp
-                        prepare(
-                            q, k, v, g, beta, A_log, dt_bias, sizes, variant.dtype, s, warp,
-                            row, t, kh, hv, v0, scale, beta_range, flags,
-                        )  # fmt: skip
+                    if tile * TOKEN_WARPS + warp < at.length:
+                        at["t"] = at.begin + tile * TOKEN_WARPS + warp
+                        prepare(inputs, dtype, s, warp, at, scale, beta_range, flags)
                     T.sync_threads()
-                    for i in rolled(T.min(TOKEN_WARPS, length - tile * TOKEN_WARPS)):
+                    for i in rolled(T.min(TOKEN_WARPS, at.length - tile * TOKEN_WARPS)):
                         if v_first == 0:
-                            step(r_s, r_o, s, i, k0, column, False)
+                            step(r_s, r_o, s, i, at.k0, at.column, False)
                         else:
-                            step(r_s, r_o, s, i, k0, column, True)
-                        if k0 == 0:
+                            step(r_s, r_o, s, i, at.k0, at.column, True)
+                        if at.k0 == 0:
                             move_four(
-                                o[row, begin + tile * TOKEN_WARPS + i, hv, v0 + column], r_o[0]
+                                o[
+                                    at.row,
+                                    at.begin + tile * TOKEN_WARPS + i,
+                                    at.hv,
+                                    at.v0 + at.column,
+                                ],
+                                r_o[0],
                             )
                 if has(flags, HT):
-                    across = T.if_then_else(v_first == 0, ht_k, ht_v)
-                    move_blocks(  # 5
-                        blocks,
-                        (ht[slot, hv, k0, v0 + column], KEY_SPAN * ht_k, across),
-                        (r_s[0, 0, 0], STATE_PIECE * STATE_PIECE, STATE_PIECE),
-                        size - k0,
-                    )
+                    across = steps_across(ht, v_first)
+                    here = of_state(ht[at.slot, at.hv, at.k0, at.v0 + at.column], ht, across)
+                    move_blocks(blocks, here, of_lane(r_s), size - at.k0)  # 5
 
     return recurrent

@@ -31,19 +31,29 @@ from qla_kernels.gdn.kernels.recurrent import (
     SOURCE,
     V_FIRST,
     WARP_COLUMNS,
-    Token,
+    Tokens,
     has,
     known_slot,
+    lane_columns,
+    lane_rows,
     move_blocks,
     move_four,
     number,
+    of_lane,
+    of_state,
     prepare,
     step,
+    steps_across,
+    token_tiles,
+    token_types,
 )
 from qla_kernels.gdn.shapes import STATE_PIECE
 from qla_kernels.tile.constants import LOG2E
 from qla_kernels.tile.dependent import await_previous
-from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.record import Record
+from qla_kernels.tile.schedule import Role, Schedule, Tile
+from qla_kernels.tile.strided import strided
+from qla_kernels.tile.tiles import tiles
 
 __all__ = ["NULL_ZERO", "PASS_CONFIGS", "VARIANTS", "Variant", "build", "schedule"]
 
@@ -70,7 +80,11 @@ def schedule(variant: Variant) -> Schedule:
     resident, regs = {128: (2, 128), 64: (6, 80)}[variant.K]
     return Schedule(
         roles=(Role("step", warps=warps, regs=regs, computes="S and y of 16 columns a warp"),),
-        smem_bytes=(2 * variant.K + 3 * variant.V + 4 + warps) * 4,  # the two scalars have 16 bytes
+        tiles={
+            **token_tiles(1, variant.K, variant.V),
+            "gate": Tile((variant.V,), "float32"),
+            "squares": Tile((warps,), "float32"),
+        },
         ctas_per_sm=resident,
     )
 
@@ -125,39 +139,26 @@ def norm(r_o, s_gate, s_squares, eps, column):
 
 
 def build(variant: Variant):
-    plan = schedule(variant)
-    blocks = variant.K // KEY_SPAN  # a lane
-    warps = variant.V // WARP_COLUMNS
+    plan, dtype, K, V = schedule(variant), variant.dtype, variant.K, variant.V
+    blocks = K // KEY_SPAN  # a lane
     B, H, HV, num_indices, num_slots = T.dynamic("B, H, HV, num_indices, num_slots")
-    sizes = g_size, beta_size, A_size, dt_size = T.dynamic("g_size, beta_size, A_size, dt_size")
-    weight_size, weight_v = T.dynamic("weight_size, weight_v")
-    q_b, q_t, q_h, k_b, k_t, k_h = T.dynamic("q_b, q_t, q_h, k_b, k_t, k_h")
-    v_b, v_t, v_h, g_b, g_t, g_h = T.dynamic("v_b, v_t, v_h, g_b, g_t, g_h")
-    beta_b, beta_t, beta_h, beta_v = T.dynamic("beta_b, beta_t, beta_h, beta_v")
-    A_h, dt_h, index, z_b, z_h = T.dynamic("A_h, dt_h, index, z_b, z_h")
-    state_n, state_h, state_k, state_v = T.dynamic("state_n, state_h, state_k, state_v")
+    weight_size = T.dynamic("weight_size")
+    x = token_types((B, 1, H, HV), K, V, dtype)
 
     @T.prim_func
     def recurrent_norm(
-        q: T.StridedTensor((B, 1, H, variant.K), (q_b, q_t, q_h, 1), variant.dtype),
-        k: T.StridedTensor((B, 1, H, variant.K), (k_b, k_t, k_h, 1), variant.dtype),
-        v: T.StridedTensor((B, 1, HV, variant.V), (v_b, v_t, v_h, 1), variant.dtype),
-        # as bytes: fp32, or the dtype of q
-        g: T.StridedTensor((B, 1, HV, g_size), (g_b, g_t, g_h, 1), "uint8"),
-        beta: T.StridedTensor(
-            (B, 1, HV, variant.V, beta_size), (beta_b, beta_t, beta_h, beta_v, 1), "uint8"
-        ),
-        A_log: T.StridedTensor((HV, A_size), (A_h, 1), "uint8"),
-        dt_bias: T.StridedTensor((HV, dt_size), (dt_h, 1), "uint8"),
-        z: T.StridedTensor((B, HV, variant.V), (z_b, z_h, 1), variant.dtype),
-        weight: T.StridedTensor((variant.V, weight_size), (weight_v, 1), "uint8"),
-        state_indices: T.StridedTensor((num_indices,), (index,), "int32"),
-        states: T.StridedTensor(
-            (num_slots, HV, variant.K, variant.V),
-            (state_n, state_h, state_k, state_v),
-            variant.state,
-        ),
-        y: T.Tensor((B, HV, variant.V), variant.dtype),
+        q: x.q,
+        k: x.k,
+        v: x.v,
+        g: x.g,
+        beta: x.beta,
+        A_log: x.A_log,
+        dt_bias: x.dt_bias,
+        z: strided("z", "b h", (B, HV, V), dtype),
+        weight: strided("weight", "v", (V, weight_size), "uint8"),
+        state_indices: T.StridedTensor((num_indices,), (T.dynamic("index"),), "int32"),
+        states: strided("state", "n h k v", (num_slots, HV, K, V), variant.state),
+        y: T.Tensor((B, HV, V), dtype),
         scale: T.float32,
         beta_range: T.float32,  # 1 or 2 where beta goes through a sigmoid, else 0
         eps: T.float32,
@@ -166,14 +167,7 @@ def build(variant: Variant):
         with T.Kernel(B * HV, threads=plan.threads) as cta:
             T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
             T.import_source(SOURCE)
-            s_q = T.alloc_shared((1, variant.K), "float32")
-            s_k = T.alloc_shared((1, variant.K), "float32")
-            s_v = T.alloc_shared((1, variant.V), "float32")
-            s_beta = T.alloc_shared((1, variant.V), "float32")
-            s_scalars = T.alloc_shared((1, 2), "float32")
-            s_gate = T.alloc_shared((variant.V,), "float32")
-            s_squares = T.alloc_shared((warps,), "float32")
-            s = Token(s_q, s_k, s_v, s_beta, s_scalars)
+            s = tiles(plan)
             r_s = T.alloc_local((blocks, STATE_PIECE, STATE_PIECE), "float32")
             # S as it is in memory, so that nothing waits for it before step 4
             r_in = T.alloc_local((blocks, STATE_PIECE, STATE_PIECE), variant.state)
@@ -186,49 +180,36 @@ def build(variant: Variant):
             n = T.truncdiv(cta, HV)
             hv = cta - n * HV
             kh = T.truncdiv(hv, T.truncdiv(HV, H))
-            k0 = (
-                T.if_then_else(v_first == 0, lane // STATE_PIECE, lane % COLUMN_LANES) * STATE_PIECE
-            )
-            column = (
-                T.if_then_else(v_first == 0, lane % STATE_PIECE, lane // COLUMN_LANES) * STATE_PIECE
-            )
+            k0 = lane_rows(lane, v_first)
+            column = lane_columns(lane, v_first)
             column += warp * WARP_COLUMNS
             if not has(flags, STATES_AHEAD):
                 await_previous()
             slot = known_slot(state_indices[n], num_slots, flags)
-            across = T.if_then_else(v_first == 0, state_k, state_v)
+            across = steps_across(states, v_first)
             if slot >= 0:
-                move_blocks(  # 1
-                    blocks,
-                    (r_in[0, 0, 0], STATE_PIECE * STATE_PIECE, STATE_PIECE),
-                    (states[slot, hv, k0, column], KEY_SPAN * state_k, across),
-                    variant.K,
-                )
+                here = of_state(states[slot, hv, k0, column], states, across)
+                move_blocks(blocks, of_lane(r_in), here, K)  # 1
                 if warp == 1:
-                    gate_columns(z, weight, weight_size, variant.dtype, s_gate, n, hv, flags)
+                    gate_columns(z, weight, weight_size, dtype, s.gate, n, hv, flags)
             if has(flags, STATES_AHEAD):
                 await_previous()
             if slot >= 0:
                 if warp == 0:
-                    prepare(  # 3
-                        q, k, v, g, beta, A_log, dt_bias, sizes, variant.dtype, s, 0,
-                        n, 0, kh, hv, 0, scale, beta_range, flags,
-                    )  # fmt: skip
+                    inputs = Tokens(q, k, v, g, beta, A_log, dt_bias)
+                    at = Record(row=n, t=0, kh=kh, hv=hv, v0=0)
+                    prepare(inputs, dtype, s, 0, at, scale, beta_range, flags)  # 3
                 T.sync_threads()
                 widen(r_s, r_in)
                 if v_first == 0:
                     step(r_s, r_o, s, 0, k0, column, False)  # 4
                 else:
                     step(r_s, r_o, s, 0, k0, column, True)
-                sum_squares(r_o, s_squares)
-                move_blocks(  # 5
-                    blocks,
-                    (states[slot, hv, k0, column], KEY_SPAN * state_k, across),
-                    (r_s[0, 0, 0], STATE_PIECE * STATE_PIECE, STATE_PIECE),
-                    variant.K,
-                )
+                sum_squares(r_o, s.squares)
+                here = of_state(states[slot, hv, k0, column], states, across)
+                move_blocks(blocks, here, of_lane(r_s), K)  # 5
                 T.sync_threads()
-                norm(r_o, s_gate, s_squares, eps, column)
+                norm(r_o, s.gate, s.squares, eps, column)
             else:
                 T.clear(r_o)
             if k0 == 0:

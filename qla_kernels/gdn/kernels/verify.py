@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.recurrent import (
-    COLUMN_LANES,
     DENSE,
     KEY_SPAN,
     PASS_CONFIGS,
@@ -31,20 +30,30 @@ from qla_kernels.gdn.kernels.recurrent import (
     TOKEN_WARPS,
     V_FIRST,
     WARP_COLUMNS,
-    Token,
+    Tokens,
     clear_rows,
     has,
     known_slot,
+    lane_columns,
+    lane_rows,
     move_blocks,
     move_four,
+    of_lane,
+    of_state,
     prepare,
     step,
+    steps_across,
+    token_tiles,
+    token_types,
 )
 from qla_kernels.gdn.kernels.tables import inside, sequence_span
 from qla_kernels.gdn.shapes import STATE_PIECE
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.record import Variables
 from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.strided import strided
+from qla_kernels.tile.tiles import tiles
 
 __all__ = ["PASS_CONFIGS", "VARIANTS", "Variant", "build", "schedule"]
 
@@ -72,61 +81,44 @@ def schedule(variant: Variant) -> Schedule:
         roles=(
             Role("step", warps=TOKEN_WARPS, regs=regs, computes="S and o of 16 columns a warp"),
         ),
-        smem_bytes=TOKEN_WARPS * (2 * variant.K + 2 * TOKEN_WARPS * WARP_COLUMNS + 2) * 4,
+        tiles=token_tiles(TOKEN_WARPS, variant.K, TOKEN_WARPS * WARP_COLUMNS),
         ctas_per_sm=resident,
     )
 
 
 def state_at(states, at, hv, k0, column, v_first):
     """Returns a lane's part of a state in memory, as an argument of `move_blocks`."""
-    along_k, along_v = states.strides[2:]
-    across = T.if_then_else(v_first == 0, along_k, along_v)
-    return states[at, hv, k0, column], KEY_SPAN * along_k, across
-
-
-def of_lane(r_s):
-    """Returns a lane's part of a state in registers, as an argument of `move_blocks`."""
-    return r_s[0, 0, 0], STATE_PIECE * STATE_PIECE, STATE_PIECE
+    return of_state(states[at, hv, k0, column], states, steps_across(states, v_first))
 
 
 def build(variant: Variant):
-    plan = schedule(variant)
+    plan, dtype = schedule(variant), variant.dtype
     blocks = variant.K // KEY_SPAN  # a lane
     columns = TOKEN_WARPS * WARP_COLUMNS  # a CTA
     B, num_tokens, H, HV, V, size = T.dynamic("B, num_tokens, H, HV, V, size")
     num_bounds, num_h0, num_ht = T.dynamic("num_bounds, num_h0, num_ht")
-    rows, num_slots, num_accepted, num_entries, num_parents = T.dynamic(
-        "rows, num_slots, num_accepted, num_entries, num_parents"
-    )
-    sizes = g_size, beta_size, A_size, dt_size = T.dynamic("g_size, beta_size, A_size, dt_size")
-    q_b, q_t, q_h, k_b, k_t, k_h = T.dynamic("q_b, q_t, q_h, k_b, k_t, k_h")
-    v_b, v_t, v_h, g_b, g_t, g_h = T.dynamic("v_b, v_t, v_h, g_b, g_t, g_h")
-    beta_b, beta_t, beta_h, beta_v = T.dynamic("beta_b, beta_t, beta_h, beta_v")
-    A_h, dt_h, bound = T.dynamic("A_h, dt_h, bound")
-    index, index_t, accepted_n, entry = T.dynamic("index, index_t, accepted_n, entry")
-    parent_rows, parent_n, parent_t = T.dynamic("parent_rows, parent_n, parent_t")
-    h0_n, h0_h, h0_k, h0_v = T.dynamic("h0_n, h0_h, h0_k, h0_v")
-    ht_n, ht_h, ht_k, ht_v = T.dynamic("ht_n, ht_h, ht_k, ht_v")
+    rows, num_slots, num_accepted = T.dynamic("rows, num_slots, num_accepted")
+    num_entries, num_parents = T.dynamic("num_entries, num_parents")
+    bound, index, index_t, accepted_n = T.dynamic("bound, index, index_t, accepted_n")
+    entry, parent_rows, parent_n, parent_t = T.dynamic("entry, parent_rows, parent_n, parent_t")
+    x = token_types((B, num_tokens, H, HV), size, V, dtype)
 
     @T.prim_func
     def verify(
-        q: T.StridedTensor((B, num_tokens, H, size), (q_b, q_t, q_h, 1), variant.dtype),
-        k: T.StridedTensor((B, num_tokens, H, size), (k_b, k_t, k_h, 1), variant.dtype),
-        v: T.StridedTensor((B, num_tokens, HV, V), (v_b, v_t, v_h, 1), variant.dtype),
-        # as bytes: fp32, or the dtype of q
-        g: T.StridedTensor((B, num_tokens, HV, g_size), (g_b, g_t, g_h, 1), "uint8"),
-        beta: T.StridedTensor(
-            (B, num_tokens, HV, V, beta_size), (beta_b, beta_t, beta_h, beta_v, 1), "uint8"
-        ),
-        A_log: T.StridedTensor((HV, A_size), (A_h, 1), "uint8"),
-        dt_bias: T.StridedTensor((HV, dt_size), (dt_h, 1), "uint8"),
+        q: x.q,
+        k: x.k,
+        v: x.v,
+        g: x.g,
+        beta: x.beta,
+        A_log: x.A_log,
+        dt_bias: x.dt_bias,
         cu_seqlens: T.StridedTensor((num_bounds,), (bound,), "int32"),
         state_indices: T.StridedTensor((rows, num_slots), (index, index_t), "int32"),
         accepted: T.StridedTensor((num_accepted,), (accepted_n,), "int32"),
         entry_rows: T.StridedTensor((num_entries,), (entry,), "int32"),
         parents: T.StridedTensor((parent_rows, num_parents), (parent_n, parent_t), "int32"),
-        h0: T.StridedTensor((num_h0, HV, size, V), (h0_n, h0_h, h0_k, h0_v), variant.state),
-        ht: T.StridedTensor((num_ht, HV, size, V), (ht_n, ht_h, ht_k, ht_v), variant.state),
+        h0: strided("h0", "n h k v", (num_h0, HV, size, V), variant.state),
+        ht: strided("ht", "n h k v", (num_ht, HV, size, V), variant.state),
         o: T.Tensor((B, num_tokens, HV, V), variant.dtype),
         num_sequences: T.int32,
         steps: T.int32,  # tokens of a sequence whose states are kept; entries of a row
@@ -137,112 +129,94 @@ def build(variant: Variant):
         with T.Kernel(num_sequences * HV * (V // columns), threads=plan.threads) as cta:
             T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
             T.import_source(SOURCE)
-            s_q = T.alloc_shared((TOKEN_WARPS, variant.K), "float32")
-            s_k = T.alloc_shared((TOKEN_WARPS, variant.K), "float32")
-            s_v = T.alloc_shared((TOKEN_WARPS, columns), "float32")
-            s_beta = T.alloc_shared((TOKEN_WARPS, columns), "float32")
-            s_scalars = T.alloc_shared((TOKEN_WARPS, 2), "float32")
-            s = Token(s_q, s_k, s_v, s_beta, s_scalars)
+            s = tiles(plan)
             r_s = T.alloc_local((blocks, STATE_PIECE, STATE_PIECE), "float32")
             r_o = T.alloc_local((STATE_PIECE,), "float32")
             # variables, so that they are divided as 32-bit numbers, and once
-            n, hv, kh, slot, row = (T.alloc_var("int32") for _ in range(5))
-            k0, column, v0, begin, length, t = (T.alloc_var("int32") for _ in range(6))
-            first, place = T.alloc_var("int32"), T.alloc_var("int32")
+            inputs = Tokens(q, k, v, g, beta, A_log, dt_bias)
+            at = Variables("n hv kh slot row k0 column v0 begin length t first place")
             lane, warp = T.get_thread_binding() % 32, T.get_thread_binding() // 32
             v_first = T.bitwise_and(flags, V_FIRST)
 
-            n = T.truncdiv(cta, V // columns)
-            v0 = (cta - n * (V // columns)) * columns
-            hv = n
-            n = T.truncdiv(n, HV)
-            hv -= n * HV
-            kh = T.truncdiv(hv, T.truncdiv(HV, H))
-            k0 = (
-                T.if_then_else(v_first == 0, lane // STATE_PIECE, lane % COLUMN_LANES) * STATE_PIECE
-            )
-            column = (
-                T.if_then_else(v_first == 0, lane % STATE_PIECE, lane // COLUMN_LANES) * STATE_PIECE
-            )
-            column += warp * WARP_COLUMNS
-            column += v0  # of V; within the CTA it is column - v0
-            mine = (hv, k0, column, v_first)
+            at["n"] = T.truncdiv(cta, V // columns)
+            at["v0"] = (cta - at.n * (V // columns)) * columns
+            at["hv"] = at.n
+            at["n"] = T.truncdiv(at.n, HV)
+            at["hv"] -= at.n * HV
+            at["kh"] = T.truncdiv(at.hv, T.truncdiv(HV, H))
+            at["k0"] = lane_rows(lane, v_first)
+            at["column"] = lane_columns(lane, v_first)
+            at["column"] += warp * WARP_COLUMNS
+            at["column"] += at.v0  # of V; within the CTA it is column - v0
+            mine = (at.hv, at.k0, at.column, v_first)
             await_previous()
-            t = 0
+            at["t"] = 0
             if has(flags, ACCEPTED):
-                t = T.max(T.min(accepted[n], num_slots), 1) - 1
-            slot = known_slot(state_indices[n, t], num_h0, flags)
-            first = 0  # entry of the sequence's first token
+                at["t"] = T.max(T.min(accepted[at.n], num_slots), 1) - 1
+            at["slot"] = known_slot(state_indices[at.n, at.t], num_h0, flags)
+            at["first"] = 0  # entry of the sequence's first token
             if has(flags, ENTRIES):
-                first = entry_rows[n]
-                if (first < 0) | (first >= T.truncdiv(num_ht, steps)):
-                    slot = -1
-                first *= steps
+                at["first"] = entry_rows[at.n]
+                if (at.first < 0) | (at.first >= T.truncdiv(num_ht, steps)):
+                    at["slot"] = -1
+                at["first"] *= steps
             T.clear(r_s)
-            if slot >= 0:
-                move_blocks(blocks, of_lane(r_s), state_at(h0, slot, *mine), size - k0)  # 1
-            row = n
-            begin = 0
-            length = num_tokens
+            if at.slot >= 0:
+                move_blocks(blocks, of_lane(r_s), state_at(h0, at.slot, *mine), size - at.k0)  # 1
+            at["row"] = at.n
+            at["begin"] = 0
+            at["length"] = num_tokens
             if not has(flags, DENSE):
-                row = 0
+                at["row"] = 0
                 # tokens of no sequence, shared out
-                t = inside(cu_seqlens[num_sequences], num_tokens) + n
+                at["t"] = inside(cu_seqlens[num_sequences], num_tokens) + at.n
                 clear_rows(
-                    o, r_o, 0, t, num_sequences,
-                    T.truncdiv(num_tokens - t + num_sequences - 1, num_sequences),
-                    hv, k0, column,
+                    o, r_o, 0, at.t, num_sequences,
+                    T.truncdiv(num_tokens - at.t + num_sequences - 1, num_sequences),
+                    at.hv, at.k0, at.column,
                 )  # fmt: skip
-                sequence_span(cu_seqlens, n, num_tokens, begin, length)
+                sequence_span(cu_seqlens, at.n, num_tokens, at.begin, at.length)
 
-            if slot < 0:
-                clear_rows(o, r_o, row, begin, 1, length, hv, k0, column)
+            if at.slot < 0:
+                clear_rows(o, r_o, at.row, at.begin, 1, at.length, at.hv, at.k0, at.column)
             else:
-                for tile in rolled(T.ceildiv(length, TOKEN_WARPS)):
+                for tile in rolled(T.ceildiv(at.length, TOKEN_WARPS)):
                     if tile > 0:
                         T.sync_threads()
-                    if tile * TOKEN_WARPS + warp < length:
-                        t = begin + tile * TOKEN_WARPS + warp
-                        prepare(
-                            q, k, v, g, beta, A_log, dt_bias, sizes, variant.dtype, s, warp,
-                            row, t, kh, hv, v0, scale, beta_range, flags,
-                        )  # fmt: skip
+                    if tile * TOKEN_WARPS + warp < at.length:
+                        at["t"] = at.begin + tile * TOKEN_WARPS + warp
+                        prepare(inputs, dtype, s, warp, at, scale, beta_range, flags)
                     T.sync_threads()
-                    for i in rolled(T.min(TOKEN_WARPS, length - tile * TOKEN_WARPS)):
-                        t = tile * TOKEN_WARPS + i  # within the sequence
+                    for i in rolled(T.min(TOKEN_WARPS, at.length - tile * TOKEN_WARPS)):
+                        at["t"] = tile * TOKEN_WARPS + i  # within the sequence
                         if has(flags, TREE):
-                            if (t > 0) & (t < parents.shape[1]):
-                                parent = parents[n, t]
-                                if (parent < t) & (parent != t - 1):  # 3
+                            if (at.t > 0) & (at.t < parents.shape[1]):
+                                parent = parents[at.n, at.t]
+                                if (parent < at.t) & (parent != at.t - 1):  # 3
                                     if parent < 0:
-                                        move_blocks(
-                                            blocks,
-                                            of_lane(r_s),
-                                            state_at(h0, slot, *mine),
-                                            size - k0,
-                                        )
+                                        here = state_at(h0, at.slot, *mine)
+                                        move_blocks(blocks, of_lane(r_s), here, size - at.k0)
                                     else:
-                                        move_blocks(
-                                            blocks,
-                                            of_lane(r_s),
-                                            state_at(ht, first + parent, *mine),
-                                            size - k0,
-                                        )
+                                        here = state_at(ht, at.first + parent, *mine)
+                                        move_blocks(blocks, of_lane(r_s), here, size - at.k0)
                         if v_first == 0:
-                            step(r_s, r_o, s, i, k0, column - v0, False)
+                            step(r_s, r_o, s, i, at.k0, at.column - at.v0, False)
                         else:
-                            step(r_s, r_o, s, i, k0, column - v0, True)
-                        if k0 == 0:
-                            move_four(o[row, begin + t, hv, column], r_o[0])
-                        if t < steps:
-                            place = -1
+                            step(r_s, r_o, s, i, at.k0, at.column - at.v0, True)
+                        if at.k0 == 0:
+                            move_four(o[at.row, at.begin + at.t, at.hv, at.column], r_o[0])
+                        if at.t < steps:
+                            at["place"] = -1
                             if has(flags, ENTRIES):
-                                place = first + t
+                                at["place"] = at.first + at.t
                             if has(flags, SLOTS):
-                                place = known_slot(state_indices[n, t], num_ht, flags)
-                            if place >= 0:
+                                at["place"] = known_slot(state_indices[at.n, at.t], num_ht, flags)
+                            if at.place >= 0:
                                 move_blocks(  # 5
-                                    blocks, state_at(ht, place, *mine), of_lane(r_s), size - k0
+                                    blocks,
+                                    state_at(ht, at.place, *mine),
+                                    of_lane(r_s),
+                                    size - at.k0,
                                 )
 
     return verify
