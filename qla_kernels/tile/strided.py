@@ -9,18 +9,21 @@ def strided(name: str, axes: str, shape: tuple[Any, ...], dtype: str) -> Any:
     """Returns the type of a tensor with any stride along each of the axes.
 
     The stride along axis `token` of q is the variable `q_token`; TileLang orders a kernel's
-    arguments by these names. An axis that is a number has that stride. Numbers are adjacent along
-    the last dimension if it has no axis.
+    arguments by these names. An axis that is a number has that stride. Numbers lie packed along
+    dimensions behind the last axis.
 
     Args:
-        axes: names of the dimensions, or of all but the last one, which blanks separate.
+        axes: names of the first dimensions, which blanks separate.
     """
-    strides = [
-        int(axis) if axis.isdigit() else T.dynamic(f"{name}_{axis}") for axis in axes.split()
-    ]
-    if len(shape) - len(strides) not in (0, 1):
+    names = axes.split()
+    if len(names) > len(shape):
         raise ValueError(
-            f"tensor {name}: {len(strides)} axes ({axes}) of {len(shape)} dimensions; need a name "
-            "for each dimension, or for all but the last"
+            f"tensor {name}: {len(names)} axes ({axes}); need at most one for each of its "
+            f"{len(shape)} dimensions"
         )
-    return T.StridedTensor(shape, (*strides, 1)[: len(shape)], dtype)
+    strides: list[Any] = [1]
+    for size in shape[:0:-1]:
+        strides.insert(0, size if len(strides) == 1 else size * strides[0])
+    for i, axis in enumerate(names):
+        strides[i] = int(axis) if axis.isdigit() else T.dynamic(f"{name}_{axis}")
+    return T.StridedTensor(shape, tuple(strides), dtype)

@@ -78,9 +78,14 @@ def test_a_kernel_allocates_what_its_schedule_declares() -> None:
     assert [str(stride) for stride in o.strides] == ["o_token", "32", "1"]
 
 
-def test_a_tensor_has_a_stride_for_each_dimension() -> None:
+def test_a_tensor_has_no_more_axes_than_dimensions() -> None:
     pytest.importorskip("tilelang", reason="kernel files import TileLang")
     from qla_kernels.tile.strided import strided
 
-    with pytest.raises(ValueError, match=r"tensor q: 1 axes \(token\) of 3 dimensions"):
-        strided("q", "token", (1, 2, 3), "float32")
+    def strides(axes: str, shape: tuple[int, ...]) -> list[str]:
+        return [str(stride) for stride in strided("q", axes, shape, "float32").strides]
+
+    assert strides("token", (9, 3, 4, 5)) == ["q_token", "20", "5", "1"]
+    assert strides("token 1 head", (9, 3, 4)) == ["q_token", "1", "q_head"]
+    with pytest.raises(ValueError, match=r"tensor q: 2 axes \(token head\); need at most one"):
+        strided("q", "token head", (1,), "float32")

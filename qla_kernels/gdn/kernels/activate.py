@@ -14,12 +14,13 @@ of its own, and one compiled kernel serves all dtypes. A call whose g and beta a
 and activated skips it.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.raw_gates import SOURCE, decode, fetch, rate, sigmoid, softplus
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.strided import strided
 
 ACTIVATE_THREADS = 256
 TOKENS = 4  # tokens of a thread
@@ -85,43 +86,66 @@ def find(place, block, tile, beside, blocks, num_tokens, num_heads):
         place[COUNT] = tokens_before(num_tokens, place)
 
 
+class Raw(NamedTuple):
+    """A tensor of any float dtype as bytes, with `head` bytes from a head to the next."""
+
+    tensor: Any  # [batch, tokens, bytes], or [bytes] of a parameter
+    head: Any
+    dtype: Any  # its place in DTYPES
+
+    def fetch(self, to: Any, place: Any, batch: Any, token: Any, count: Any) -> Any:
+        """Loads the numbers of a thread's tokens, from `token` on."""
+        along = far(place, self.head), step(place, self.tensor.strides[1])
+        return fetch(to, self.tensor[batch, token, 0], *along, count, self.dtype)
+
+    def fetch_one(self, to: Any, place: Any) -> Any:
+        """Loads the number of a thread's head, if the thread has a token."""
+        count = T.min(place[COUNT], 1)
+        return fetch(to, self.tensor[0], far(place, self.head), 0, count, self.dtype)
+
+
+class RawInputs(NamedTuple):
+    """The inputs of an activation."""
+
+    g: Raw
+    beta: Raw
+    A_log: Raw
+    dt_bias: Raw
+
+
+def raw_type(name: str, *shape: Any) -> Any:
+    """Returns the type of the tensor of a `Raw`."""
+    return strided(name, "byte" if len(shape) == 1 else "batch token byte", shape, "uint8")
+
+
 @T.macro
-def fetch_parameters(A_log, dt_bias, heads, dtypes, r_A, r_bias, place, flags):
+def fetch_parameters(x, r_A, r_bias, place, flags):
     """Loads A_log and dt_bias of a thread's head; r_bias is 0 if the call has no dt_bias."""
-    (A_head, bias_head), (A_dtype, bias_dtype) = heads, dtypes
     if has(flags, HAS_A_LOG):
-        fetch(r_A, A_log[0], far(place, A_head), 0, T.min(place[COUNT], 1), A_dtype)
+        x.A_log.fetch_one(r_A, place)
     r_bias[0] = 0
     if has(flags, HAS_DT_BIAS):
-        fetch(r_bias, dt_bias[0], far(place, bias_head), 0, T.min(place[COUNT], 1), bias_dtype)
+        x.dt_bias.fetch_one(r_bias, place)
 
 
 @T.macro
-def raw(
-    g, beta, A_log, dt_bias, g_out, beta_out, g_token, beta_token, heads, dtypes, beta_range,
-    place, flags,
-):  # fmt: skip
-    g_head, beta_head = heads[:2]
-    g_dtype, beta_dtype, A_dtype, bias_dtype = dtypes
+def raw(x, g_out, beta_out, beta_range, place, flags):
     batch, token, head, count = place[BATCH], place[TOKEN], place[HEAD], place[COUNT]
     r_g = T.alloc_local((TOKENS,), "float32")
     r_beta = T.alloc_local((TOKENS,), "float32")
     r_A = T.alloc_local((1,), "float32")
     r_bias = T.alloc_local((1,), "float32")
     if has(flags, ASKS_G):  # 1
-        fetch(r_g, g[batch, token, 0], far(place, g_head), step(place, g_token), count, g_dtype)
+        x.g.fetch(r_g, place, batch, token, count)
     if has(flags, ASKS_BETA):
-        fetch(
-            r_beta, beta[batch, token, 0], far(place, beta_head), step(place, beta_token), count,
-            beta_dtype,
-        )  # fmt: skip
-    fetch_parameters(A_log, dt_bias, heads[2:], dtypes[2:], r_A, r_bias, place, flags)
+        x.beta.fetch(r_beta, place, batch, token, count)
+    fetch_parameters(x, r_A, r_bias, place, flags)
     for i in T.unroll(TOKENS):  # 2
-        r_g[i] = decode(r_g[i], g_dtype)
-        r_beta[i] = decode(r_beta[i], beta_dtype)
+        r_g[i] = decode(r_g[i], x.g.dtype)
+        r_beta[i] = decode(r_beta[i], x.beta.dtype)
     if has(flags, HAS_A_LOG):
-        r_A[0] = rate(decode(r_A[0], A_dtype))
-        r_bias[0] = decode(r_bias[0], bias_dtype)
+        r_A[0] = rate(decode(r_A[0], x.A_log.dtype))
+        r_bias[0] = decode(r_bias[0], x.dt_bias.dtype)
         for i in T.unroll(TOKENS):
             r_g[i] = r_A[0] * softplus(r_g[i] + r_bias[0])
     if beta_range > 0:
@@ -138,21 +162,14 @@ def raw(
 def build(variant: Variant):
     plan = schedule(variant)
     batch, num_tokens, num_heads = T.dynamic("batch, num_tokens, num_heads")
-    g_row, g_batch, g_token, g_byte = T.dynamic("g_row, g_batch, g_token, g_byte")
-    beta_row, beta_batch, beta_token, beta_byte = T.dynamic(
-        "beta_row, beta_batch, beta_token, beta_byte"
-    )
-    A_row, A_byte, bias_row, bias_byte = T.dynamic("A_row, A_byte, bias_row, bias_byte")
+    g_row, beta_row, A_row, bias_row = T.dynamic("g_row, beta_row, A_row, bias_row")
 
     @T.prim_func
     def activate(
-        # as bytes of any float dtype: see `heads`
-        g: T.StridedTensor((batch, num_tokens, g_row), (g_batch, g_token, g_byte), "uint8"),
-        beta: T.StridedTensor(
-            (batch, num_tokens, beta_row), (beta_batch, beta_token, beta_byte), "uint8"
-        ),
-        A_log: T.StridedTensor((A_row,), (A_byte,), "uint8"),
-        dt_bias: T.StridedTensor((bias_row,), (bias_byte,), "uint8"),
+        g: raw_type("g", batch, num_tokens, g_row),
+        beta: raw_type("beta", batch, num_tokens, beta_row),
+        A_log: raw_type("A", A_row),
+        dt_bias: raw_type("bias", bias_row),
         g_out: T.Tensor((batch, num_tokens, num_heads), variant.dtype),
         beta_out: T.Tensor((batch, num_tokens, num_heads), variant.dtype),
         # bytes from a head to the next
@@ -180,11 +197,12 @@ def build(variant: Variant):
             place = T.alloc_local((6,), "int32")
             find(place, block, tile, beside, blocks, num_tokens, num_heads)
             await_previous()
-            raw(
-                g, beta, A_log, dt_bias, g_out, beta_out, g_token, beta_token,
-                (g_head, beta_head, A_head, bias_head),
-                (g_dtype, beta_dtype, A_dtype, bias_dtype),
-                beta_range, place, flags,
-            )  # fmt: skip
+            x = RawInputs(
+                Raw(g, g_head, g_dtype),
+                Raw(beta, beta_head, beta_dtype),
+                Raw(A_log, A_head, A_dtype),
+                Raw(dt_bias, bias_head, bias_dtype),
+            )
+            raw(x, g_out, beta_out, beta_range, place, flags)
 
     return activate

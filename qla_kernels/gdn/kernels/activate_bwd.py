@@ -30,17 +30,18 @@ from qla_kernels.gdn.kernels.activate import (
     ROW,
     TOKEN,
     TOKENS,
-    far,
+    Raw,
+    RawInputs,
     fetch_parameters,
     find,
     has,
+    raw_type,
     step,
     tokens_before,
 )
 from qla_kernels.gdn.kernels.raw_gates import (
     SOURCE,
     decode,
-    fetch,
     put,
     rate,
     sigmoid,
@@ -49,7 +50,8 @@ from qla_kernels.gdn.kernels.raw_gates import (
 )
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.loops import rolled
-from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.schedule import Role, Schedule, Tile
+from qla_kernels.tile.tiles import tiles
 
 HALVINGS = 8  # log2(ACTIVATE_THREADS)
 
@@ -69,19 +71,13 @@ PASS_CONFIGS = {
 def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(Role("raw", warps=ACTIVATE_THREADS // 32, regs=64, computes="dg, dbeta, sums"),),
-        smem_bytes=2 * ACTIVATE_THREADS * 4,
+        tiles={"sums": Tile((2, ACTIVATE_THREADS), "float32")},
         ctas_per_sm=4,
     )
 
 
 @T.macro
-def raw(
-    g, beta, A_log, dt_bias, dg, dbeta, dg_out, dbeta_out, tokens, heads, dtypes, beta_range,
-    r_sums, place, num_live, flags,
-):  # fmt: skip
-    g_token, beta_token, dg_token, dbeta_token = tokens
-    g_head, beta_head = heads[:2]
-    g_dtype, beta_dtype, A_dtype, bias_dtype = dtypes
+def raw(x, dg, dbeta, dg_out, dbeta_out, beta_range, r_sums, place, num_live, flags):
     batch, token, head, count = place[BATCH], place[TOKEN], place[HEAD], place[COUNT]
     r_g = T.alloc_local((TOKENS,), "float32")
     r_beta = T.alloc_local((TOKENS,), "float32")
@@ -91,13 +87,10 @@ def raw(
     r_bias = T.alloc_local((1,), "float32")
     live = T.min(count, tokens_before(num_live, place))
     if has(flags, HAS_A_LOG):  # 1
-        fetch(r_g, g[batch, token, 0], far(place, g_head), step(place, g_token), live, g_dtype)
-        fetch_parameters(A_log, dt_bias, heads[2:], dtypes[2:], r_A, r_bias, place, flags)
+        x.g.fetch(r_g, place, batch, token, live)
+        fetch_parameters(x, r_A, r_bias, place, flags)
     if beta_range > 0:
-        fetch(
-            r_beta, beta[batch, token, 0], far(place, beta_head), step(place, beta_token), live,
-            beta_dtype,
-        )  # fmt: skip
+        x.beta.fetch(r_beta, place, batch, token, live)
     for i in T.unroll(TOKENS):
         r_dg[i] = 0
         r_dbeta[i] = 0
@@ -105,22 +98,22 @@ def raw(
             r_dg[i] = dg[batch, token + i * place[BESIDE], head]
             r_dbeta[i] = dbeta[batch, token + i * place[BESIDE], head]
     for i in T.unroll(TOKENS):  # 2, 3
-        r_g[i] = decode(r_g[i], g_dtype)
-        r_beta[i] = decode(r_beta[i], beta_dtype)
+        r_g[i] = decode(r_g[i], x.g.dtype)
+        r_beta[i] = decode(r_beta[i], x.beta.dtype)
     if has(flags, HAS_A_LOG):
-        r_A[0] = rate(decode(r_A[0], A_dtype))
-        r_bias[0] = decode(r_bias[0], bias_dtype)
+        r_A[0] = rate(decode(r_A[0], x.A_log.dtype))
+        r_bias[0] = decode(r_bias[0], x.dt_bias.dtype)
         for i in T.unroll(TOKENS):
             r_g[i] += r_bias[0]
             r_dg[i] *= r_A[0]
             r_sums[0] += softplus(r_g[i]) * r_dg[i]
             r_dg[i] *= sigmoid(r_g[i])
             r_sums[1] += r_dg[i]
-        put(dg_out[batch, token, 0], r_dg, head, step(place, dg_token), count, g_dtype)
+        put(dg_out[batch, token, 0], r_dg, head, step(place, dg_out.shape[2]), count, x.g.dtype)
     if beta_range > 0:
         for i in T.unroll(TOKENS):
             r_dbeta[i] *= beta_range * sigmoid_slope(r_beta[i])
-    put(dbeta_out[batch, token, 0], r_dbeta, head, step(place, dbeta_token), count, beta_dtype)
+    put(dbeta_out[batch, token, 0], r_dbeta, head, step(place, dbeta_out.shape[2]), count, x.beta.dtype)
 
 
 @T.macro
@@ -150,22 +143,16 @@ def add_up(sums, r_sums, s_sums, place, block, num_heads):
 def build(variant: Variant):
     plan = schedule(variant)
     batch, num_tokens, num_heads, num_blocks = T.dynamic("batch, num_tokens, num_heads, num_blocks")
-    g_row, g_batch, g_token, g_byte = T.dynamic("g_row, g_batch, g_token, g_byte")
-    beta_row, beta_batch, beta_token, beta_byte = T.dynamic(
-        "beta_row, beta_batch, beta_token, beta_byte"
-    )
-    A_row, A_byte, bias_row, bias_byte = T.dynamic("A_row, A_byte, bias_row, bias_byte")
+    g_row, beta_row, A_row, bias_row = T.dynamic("g_row, beta_row, A_row, bias_row")
     dg_row, dbeta_row = T.dynamic("dg_row, dbeta_row")
 
     @T.prim_func
     def activate_bwd(
-        # as bytes of any float dtype: see `heads`; gradients have those of what they are of
-        g: T.StridedTensor((batch, num_tokens, g_row), (g_batch, g_token, g_byte), "uint8"),
-        beta: T.StridedTensor(
-            (batch, num_tokens, beta_row), (beta_batch, beta_token, beta_byte), "uint8"
-        ),
-        A_log: T.StridedTensor((A_row,), (A_byte,), "uint8"),
-        dt_bias: T.StridedTensor((bias_row,), (bias_byte,), "uint8"),
+        # gradients have the dtypes of what they are of
+        g: raw_type("g", batch, num_tokens, g_row),
+        beta: raw_type("beta", batch, num_tokens, beta_row),
+        A_log: raw_type("A", A_row),
+        dt_bias: raw_type("bias", bias_row),
         dg: T.Tensor((batch, num_tokens, num_heads), variant.dtype),
         dbeta: T.Tensor((batch, num_tokens, num_heads), variant.dtype),
         dg_out: T.Tensor((batch, num_tokens, dg_row), "uint8"),
@@ -197,7 +184,7 @@ def build(variant: Variant):
             T.import_source(SOURCE)
             place = T.alloc_local((6,), "int32")
             r_sums = T.alloc_local((2,), "float32")
-            s_sums = T.alloc_shared((2, ACTIVATE_THREADS), "float32")
+            s = tiles(plan)
             num_live = T.alloc_var("int32")
             find(place, block, tile, beside, blocks, num_tokens, num_heads)
             T.clear(r_sums)
@@ -205,14 +192,14 @@ def build(variant: Variant):
             await_previous()
             if packed != 0:
                 num_live = end[0]
-            raw(
-                g, beta, A_log, dt_bias, dg, dbeta, dg_out, dbeta_out,
-                (g_token, beta_token, dg_row, dbeta_row),
-                (g_head, beta_head, A_head, bias_head),
-                (g_dtype, beta_dtype, A_dtype, bias_dtype),
-                beta_range, r_sums, place, num_live, flags,
-            )  # fmt: skip
+            x = RawInputs(
+                Raw(g, g_head, g_dtype),
+                Raw(beta, beta_head, beta_dtype),
+                Raw(A_log, A_head, A_dtype),
+                Raw(dt_bias, bias_head, bias_dtype),
+            )
+            raw(x, dg, dbeta, dg_out, dbeta_out, beta_range, r_sums, place, num_live, flags)
             if has(flags, HAS_A_LOG):
-                add_up(sums, r_sums, s_sums, place, block, num_heads)
+                add_up(sums, r_sums, s.sums, place, block, num_heads)
 
     return activate_bwd

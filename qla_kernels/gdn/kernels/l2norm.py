@@ -19,6 +19,7 @@ from typing import NamedTuple
 import qla_kernels.tile.language as T
 from qla_kernels.gdn.shapes import L2NORM_EPSILON
 from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.strided import strided
 
 PIECE = 8  # elements of 16 bits in a 16-byte access
 SPAN = 64  # elements of a row that its threads cover at a time
@@ -67,11 +68,12 @@ def schedule(variant: Variant) -> Schedule:
 
 
 @T.macro
-def load_row(x, r_x, row, num_tokens, num_heads, num_pieces, piece):
+def load_row(x, r_x, row, piece):
     """Loads a thread's pieces of one row, a head of a token of x [B, T, H, pieces, 8], to r_x.
 
     They are number `piece` and every eighth one after it.
     """
+    num_tokens, num_heads, num_pieces = x.shape[1:4]
     # variables, so that they are divided as 32-bit numbers, and once
     i_batch, i_token, head = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
     i_token = T.truncdiv(row, num_heads)
@@ -89,13 +91,14 @@ def load_row(x, r_x, row, num_tokens, num_heads, num_pieces, piece):
 
 
 @T.macro
-def norm(x, y, most, dtype, row, num_rows, num_tokens, num_heads, num_pieces, piece):
+def norm(variant, x, y, row, piece):
+    most, dtype, num_rows, num_pieces = variant.spans, variant.dtype, *y.shape[:2]
     r_x = T.alloc_local((most, PIECE), dtype)
     r_y = T.alloc_local((PIECE,), dtype)
     total = T.alloc_var("float32")
     total = 0.0
     if row < num_rows:
-        load_row(x, r_x, row, num_tokens, num_heads, num_pieces, piece)  # 1
+        load_row(x, r_x, row, piece)  # 1
         for span in T.unroll(most):
             if span * ROW_THREADS + piece < num_pieces:
                 for e in T.unroll(PIECE):
@@ -116,15 +119,12 @@ def build(variant: Variant):
     plan = schedule(variant)
     rows = plan.threads // ROW_THREADS  # a CTA
     batch, num_tokens, num_heads, num_pieces = T.dynamic("batch, num_tokens, num_heads, num_pieces")
-    num_rows, x_batch, x_token, x_head = T.dynamic("num_rows, x_batch, x_token, x_head")
+    num_rows = T.dynamic("num_rows")
+    shape = (batch, num_tokens, num_heads, num_pieces, PIECE)
 
     @T.prim_func
     def l2norm(
-        x: T.StridedTensor(
-            (batch, num_tokens, num_heads, num_pieces, PIECE),
-            (x_batch, x_token, x_head, PIECE, 1),
-            variant.dtype,
-        ),
+        x: strided("x", "batch token head", shape, variant.dtype),
         y: T.Tensor((num_rows, num_pieces, PIECE), variant.dtype),
     ):
         with T.Kernel(T.ceildiv(num_rows, rows), threads=plan.threads) as block:
@@ -133,9 +133,6 @@ def build(variant: Variant):
             tx = T.get_thread_binding()
             row = block * rows + tx // ROW_THREADS
             piece = tx % ROW_THREADS
-            norm(
-                x, y, variant.spans, variant.dtype, row, num_rows, num_tokens, num_heads,
-                num_pieces, piece,
-            )  # fmt: skip
+            norm(variant, x, y, row, piece)
 
     return l2norm

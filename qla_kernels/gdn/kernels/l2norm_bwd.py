@@ -26,6 +26,7 @@ from qla_kernels.gdn.kernels.l2norm import (
 from qla_kernels.gdn.kernels.tables import inside
 from qla_kernels.gdn.shapes import L2NORM_EPSILON
 from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.strided import strided
 
 
 class Variant(NamedTuple):
@@ -57,9 +58,8 @@ def schedule(variant: Variant) -> Schedule:
 
 
 @T.macro
-def norm(
-    x, dy, dx, most, dtype, row, num_live, num_rows, num_tokens, num_heads, num_pieces, piece
-):  # fmt: skip
+def norm(variant, x, dy, dx, row, num_live, piece):
+    most, dtype, num_rows, num_pieces = variant.spans, variant.dtype, *dx.shape[:2]
     r_x = T.alloc_local((most, PIECE), dtype)
     r_dy = T.alloc_local((most, PIECE), dtype)
     r_dx = T.alloc_local((PIECE,), dtype)
@@ -67,8 +67,8 @@ def norm(
     square = 0.0
     dot = 0.0
     if row < num_live:
-        load_row(x, r_x, row, num_tokens, num_heads, num_pieces, piece)  # 1
-        load_row(dy, r_dy, row, num_tokens, num_heads, num_pieces, piece)
+        load_row(x, r_x, row, piece)  # 1
+        load_row(dy, r_dy, row, piece)
         for span in T.unroll(most):
             if span * ROW_THREADS + piece < num_pieces:
                 for e in T.unroll(PIECE):
@@ -97,21 +97,13 @@ def build(variant: Variant):
     plan = schedule(variant)
     rows = plan.threads // ROW_THREADS  # a CTA
     batch, num_tokens, num_heads, num_pieces = T.dynamic("batch, num_tokens, num_heads, num_pieces")
-    num_rows, x_batch, x_token, x_head = T.dynamic("num_rows, x_batch, x_token, x_head")
-    dy_batch, dy_token, dy_head = T.dynamic("dy_batch, dy_token, dy_head")
+    num_rows = T.dynamic("num_rows")
+    shape = (batch, num_tokens, num_heads, num_pieces, PIECE)
 
     @T.prim_func
     def l2norm_bwd(
-        x: T.StridedTensor(
-            (batch, num_tokens, num_heads, num_pieces, PIECE),
-            (x_batch, x_token, x_head, PIECE, 1),
-            variant.dtype,
-        ),
-        dy: T.StridedTensor(
-            (batch, num_tokens, num_heads, num_pieces, PIECE),
-            (dy_batch, dy_token, dy_head, PIECE, 1),
-            variant.dtype,
-        ),
+        x: strided("x", "batch token head", shape, variant.dtype),
+        dy: strided("dy", "batch token head", shape, variant.dtype),
         dx: T.Tensor((num_rows, num_pieces, PIECE), variant.dtype),
         end: T.Tensor((1,), "int32"),  # tokens that belong to a sequence, if `packed`
         packed: T.int32,
@@ -126,19 +118,6 @@ def build(variant: Variant):
             num_live = num_rows
             if packed != 0:
                 num_live = inside(end[0], num_tokens) * num_heads
-            norm(
-                x,
-                dy,
-                dx,
-                variant.spans,
-                variant.dtype,
-                row,
-                num_live,
-                num_rows,
-                num_tokens,
-                num_heads,
-                num_pieces,
-                piece,
-            )
+            norm(variant, x, dy, dx, row, num_live, piece)
 
     return l2norm_bwd

@@ -39,32 +39,6 @@ def schedule(variant: Variant) -> Schedule:
     return Schedule(roles=(Role("place", warps=PLACES_WARPS, regs=40, computes="a segment"),))
 
 
-@T.macro
-def place(
-    cu_seqlens, bounds, first_segment, ends_of, end_slot, entry_of, first_chunk, ends, chunks,
-    entries, every, has_first, num_tokens, p,
-):  # fmt: skip
-    low = T.alloc_local((1,), "int32")
-    before, first, done = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-    N = first_segment.shape[0] - 1
-    find(low, first_segment, N, p)  # 1
-    n = low[0]
-    ends[p] = -1
-    if ends_of[p] >= 0:
-        ends[p] = end_slot[n]
-    before = T.max(bounds[p] - inside(cu_seqlens[n], num_tokens), 0) // CHUNK  # 2
-    first = every
-    if has_first != 0:
-        first = first_chunk[n]
-    done = 0
-    if (before > 0) & (before >= first):
-        done = (before - first + every) // every
-    chunks[p] = first + done * every - before
-    if (first < 0) | (p >= first_segment[N]):
-        chunks[p] = -1
-    entries[p] = entry_of[n] + done
-
-
 def build(variant: Variant):
     plan = schedule(variant)
     num_bounds, rows, capacity, N = T.dynamic("num_bounds, rows, capacity, N")
@@ -90,9 +64,24 @@ def build(variant: Variant):
             await_previous()
             p = block * plan.threads + T.get_thread_binding()
             if p < capacity:
-                place(
-                    cu_seqlens, bounds, first_segment, ends_of, end_slot, entry_of, first_chunk,
-                    ends, chunks, entries, every, has_first, num_tokens, p,
-                )  # fmt: skip
+                low = T.alloc_local((1,), "int32")
+                before, first, done = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+                last = num_bounds - 1
+                find(low, first_segment, last, p)  # 1
+                n = low[0]
+                ends[p] = -1
+                if ends_of[p] >= 0:
+                    ends[p] = end_slot[n]
+                before = T.max(bounds[p] - inside(cu_seqlens[n], num_tokens), 0) // CHUNK  # 2
+                first = every
+                if has_first != 0:
+                    first = first_chunk[n]
+                done = 0
+                if (before > 0) & (before >= first):
+                    done = (before - first + every) // every
+                chunks[p] = first + done * every - before
+                if (first < 0) | (p >= first_segment[last]):
+                    chunks[p] = -1
+                entries[p] = entry_of[n] + done
 
     return segment_places
