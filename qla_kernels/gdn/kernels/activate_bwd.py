@@ -113,7 +113,14 @@ def raw(x, dg, dbeta, dg_out, dbeta_out, beta_range, r_sums, place, num_live, fl
     if beta_range > 0:
         for i in T.unroll(TOKENS):
             r_dbeta[i] *= beta_range * sigmoid_slope(r_beta[i])
-    put(dbeta_out[batch, token, 0], r_dbeta, head, step(place, dbeta_out.shape[2]), count, x.beta.dtype)
+    put(
+        dbeta_out[batch, token, 0],
+        r_dbeta,
+        head,
+        step(place, dbeta_out.shape[2]),
+        count,
+        x.beta.dtype,
+    )
 
 
 @T.macro

@@ -316,13 +316,13 @@ def build(variant: Variant):
     K, dtype, states = variant.K, variant.dtype, variant.states
     num_tokens, num_sequences, num_slots = T.dynamic("num_tokens, num_sequences, num_slots")
     H, HV, V, size = T.dynamic("H, HV, V, size")
-    k_n, v_n, g_n = T.dynamic("k_n, v_n, g_n")  # g_n: of beta, too
+    g_n = T.dynamic("g_n")  # of beta, too
 
     @T.prim_func
     def anchored_fwd(
         q: T.Tensor((num_tokens, H, size), dtype),
-        k: T.StridedTensor((num_slots, TAIL_PLACES, H, size), (k_n, H * size, size, 1), dtype),
-        v: T.StridedTensor((num_slots, TAIL_PLACES, HV, V), (v_n, HV * V, V, 1), dtype),
+        k: strided("k", "n", (num_slots, TAIL_PLACES, H, size), dtype),
+        v: strided("v", "n", (num_slots, TAIL_PLACES, HV, V), dtype),
         g: T.StridedTensor((num_slots, TAIL_PLACES, HV), (g_n, HV, 1), "float32"),
         beta: T.StridedTensor((num_slots, TAIL_PLACES, HV), (g_n, HV, 1), "float32"),
         steps: T.Tensor((num_sequences, STEP_COLUMNS), "int32"),

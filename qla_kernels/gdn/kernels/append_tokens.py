@@ -25,6 +25,7 @@ from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.strided import strided
 
 APPEND_WARPS = 8
 APPEND_PIECE = 8  # numbers of k or v that a thread copies at once: 16 bytes
@@ -81,26 +82,21 @@ def build(variant: Variant):
     plan = schedule(variant)
     N, num_tokens, H, HV, K, V = T.dynamic("N, num_tokens, H, HV, K, V")
     num_slots, index = T.dynamic("num_slots, index")
-    k_b, k_t, k_h, v_b, v_t, v_h = T.dynamic("k_b, k_t, k_h, v_b, v_t, v_h")
-    k_n, v_n, g_n, beta_n, anchored_n, lengths_n = T.dynamic(
-        "k_n, v_n, g_n, beta_n, anchored_n, lengths_n"
-    )
+    tail, gates = (num_slots, TAIL_PLACES), (N, num_tokens, HV)
 
     @T.prim_func
     def append_tokens(
-        k: T.StridedTensor((N, num_tokens, H, K), (k_b, k_t, k_h, 1), variant.dtype),
-        v: T.StridedTensor((N, num_tokens, HV, V), (v_b, v_t, v_h, 1), variant.dtype),
-        g: T.Tensor((N, num_tokens, HV), "float32"),
-        beta: T.Tensor((N, num_tokens, HV), "float32"),
+        k: strided("k", "b t h", (N, num_tokens, H, K), variant.dtype),
+        v: strided("v", "b t h", (N, num_tokens, HV, V), variant.dtype),
+        g: T.Tensor(gates, "float32"),
+        beta: T.Tensor(gates, "float32"),
         state_indices: T.StridedTensor((N,), (index,), "int32"),
-        k_tail: T.StridedTensor((num_slots, TAIL_PLACES, H, K), (k_n, H * K, K, 1), variant.dtype),
-        v_tail: T.StridedTensor(
-            (num_slots, TAIL_PLACES, HV, V), (v_n, HV * V, V, 1), variant.dtype
-        ),
-        g_tail: T.StridedTensor((num_slots, TAIL_PLACES, HV), (g_n, HV, 1), "float32"),
-        beta_tail: T.StridedTensor((num_slots, TAIL_PLACES, HV), (beta_n, HV, 1), "float32"),
-        anchored: T.StridedTensor((num_slots,), (anchored_n,), "int32"),
-        lengths: T.StridedTensor((num_slots,), (lengths_n,), "int32"),
+        k_tail: strided("k", "n", (*tail, H, K), variant.dtype),
+        v_tail: strided("v", "n", (*tail, HV, V), variant.dtype),
+        g_tail: strided("g", "n", (*tail, HV), "float32"),
+        beta_tail: strided("beta", "n", (*tail, HV), "float32"),
+        anchored: strided("anchored", "n", (num_slots,), "int32"),
+        lengths: strided("lengths", "n", (num_slots,), "int32"),
         steps: T.Tensor((N, STEP_COLUMNS), "int32"),
         null_slot: T.int32,  # for padding
     ):

@@ -20,7 +20,8 @@ from typing import NamedTuple
 import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.tables import TABLE_WARPS, place_chunks
 from qla_kernels.tile.dependent import await_previous
-from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.schedule import Role, Schedule, Tile
+from qla_kernels.tile.tiles import tiles
 
 
 class Variant(NamedTuple):
@@ -35,7 +36,7 @@ PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}  # indices are guarded 
 def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(Role("table", warps=TABLE_WARPS, regs=64, computes="first_chunk, chunks"),),
-        smem_bytes=TABLE_WARPS * 4,
+        tiles={"sum": Tile((TABLE_WARPS,), "int32")},
     )
 
 
@@ -52,8 +53,8 @@ def build(variant: Variant):
         num_tokens: T.int32,
     ):
         with T.Kernel(1, threads=plan.threads) as _:
-            s_sum = T.alloc_shared((TABLE_WARPS,), "int32")
+            s = tiles(plan)
             await_previous()
-            place_chunks(cu_seqlens, chunks, num_chunks, first_chunk, num_tokens, s_sum)
+            place_chunks(cu_seqlens, chunks, num_chunks, first_chunk, num_tokens, s.sum)
 
     return chunk_table

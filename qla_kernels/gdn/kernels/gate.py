@@ -26,7 +26,9 @@ import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.chain.layout import BETA, DECAY_TO_BLOCK_END, GAMMA
 from qla_kernels.tile.constants import CHUNK, GATE_FLOOR, LN2, LOG2E
 from qla_kernels.tile.dependent import await_previous
-from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.schedule import Role, Schedule, Tile
+from qla_kernels.tile.strided import strided
+from qla_kernels.tile.tiles import tiles
 
 GATE_HEADS = 32  # value heads of a CTA
 GATE_BLOCK = 16  # tokens of a warp
@@ -55,7 +57,10 @@ def schedule(variant: Variant) -> Schedule:
                 computes="gamma, beta, decays to blocks' ends, g_cum",
             ),
         ),
-        smem_bytes=GATE_HEADS * (3 * CHUNK + 1) * 4 + CHUNK // GATE_BLOCK * GATE_HEADS * 4,
+        tiles={
+            "rows": Tile((GATE_HEADS, 3 * CHUNK + 1), "float32"),  # + 1: no bank twice
+            "total": Tile((CHUNK // GATE_BLOCK, GATE_HEADS), "float32"),
+        },
         ctas_per_sm=4,
     )
 
@@ -63,14 +68,13 @@ def schedule(variant: Variant) -> Schedule:
 def build(variant: Variant):
     plan = schedule(variant)
     num_tokens, num_heads, capacity = T.dynamic("num_tokens, num_heads, capacity")
-    g_token, g_head, b_token, b_head = T.dynamic("g_token, g_head, b_token, b_head")
     wide_tokens = T.dynamic("wide_tokens")
     widens = variant.dtype != "float32"
 
     @T.prim_func
     def gate(
-        g: T.StridedTensor((num_tokens, num_heads), (g_token, g_head), "float32"),
-        beta: T.StridedTensor((num_tokens, num_heads), (b_token, b_head), variant.dtype),
+        g: strided("g", "token head", (num_tokens, num_heads), "float32"),
+        beta: strided("b", "token head", (num_tokens, num_heads), variant.dtype),
         chunks: T.Tensor((capacity, 2), "int32"),
         g_cum: T.Tensor((num_tokens, num_heads), "float32"),
         gates: T.Tensor((capacity, num_heads, 3, CHUNK), "float32"),
@@ -81,8 +85,7 @@ def build(variant: Variant):
             chunk,
             tile,
         ):
-            s_rows = T.alloc_shared((GATE_HEADS, 3 * CHUNK + 1), "float32")  # + 1: no bank twice
-            s_total = T.alloc_shared((CHUNK // GATE_BLOCK, GATE_HEADS), "float32")
+            s = tiles(plan)
             gamma = T.alloc_local((GATE_BLOCK,), "float32")
             b = T.alloc_local((GATE_BLOCK,), "float32")
             before = T.alloc_var("float32")
@@ -100,19 +103,19 @@ def build(variant: Variant):
                         b[i] = T.cast(beta[tok0 + warp * GATE_BLOCK + i, head], "float32")
                 for i in T.unroll(1, GATE_BLOCK):  # 2
                     gamma[i] += gamma[i - 1]
-                s_total[warp, lane] = gamma[GATE_BLOCK - 1]
+                s.total[warp, lane] = gamma[GATE_BLOCK - 1]
                 T.sync_threads()
                 before = 0
                 for w in T.unroll(CHUNK // GATE_BLOCK - 1):
                     if w < warp:
-                        before += s_total[w, lane]
+                        before += s.total[w, lane]
                 for i in T.unroll(GATE_BLOCK):  # 3
-                    s_rows[lane, DECAY_TO_BLOCK_END * CHUNK + warp * GATE_BLOCK + i] = T.exp2(
+                    s.rows[lane, DECAY_TO_BLOCK_END * CHUNK + warp * GATE_BLOCK + i] = T.exp2(
                         gamma[GATE_BLOCK - 1] - gamma[i]
                     )
                     gamma[i] += before
-                    s_rows[lane, GAMMA * CHUNK + warp * GATE_BLOCK + i] = gamma[i]
-                    s_rows[lane, BETA * CHUNK + warp * GATE_BLOCK + i] = b[i]
+                    s.rows[lane, GAMMA * CHUNK + warp * GATE_BLOCK + i] = gamma[i]
+                    s.rows[lane, BETA * CHUNK + warp * GATE_BLOCK + i] = b[i]
                     if (warp * GATE_BLOCK + i < rows) & (head < num_heads):
                         g_cum[tok0 + warp * GATE_BLOCK + i, head] = gamma[i] * LN2
                         if widens:
@@ -125,7 +128,7 @@ def build(variant: Variant):
                     if tile * GATE_HEADS + row < num_heads:
                         for j in T.unroll(3 * CHUNK // 32):
                             gates[chunk, tile * GATE_HEADS + row, j // 2, j % 2 * 32 + lane] = (
-                                s_rows[row, j * 32 + lane]
+                                s.rows[row, j * 32 + lane]
                             )
 
     return gate

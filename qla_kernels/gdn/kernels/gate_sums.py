@@ -16,7 +16,8 @@ import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.raw_gates import SOURCE, put
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.loops import rolled
-from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.schedule import Role, Schedule, Tile
+from qla_kernels.tile.tiles import tiles
 
 SUM_WARPS = 32
 SUM_HEADS = 8  # value heads of a CTA
@@ -36,7 +37,7 @@ PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}  # blocks and heads are
 def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(Role("sum", warps=SUM_WARPS, regs=64, computes="the two gradients"),),
-        smem_bytes=SUM_WARPS * SUM_HEADS * 4,
+        tiles={"sum": Tile((SUM_WARPS, SUM_HEADS), variant.dtype)},
     )
 
 
@@ -89,11 +90,11 @@ def build(variant: Variant):
             which,
         ):
             T.import_source(SOURCE)
-            s_sum = T.alloc_shared((SUM_WARPS, SUM_HEADS), variant.dtype)
+            s = tiles(plan)
             r_sum = T.alloc_local((1,), variant.dtype)
             head = tile * SUM_HEADS + T.get_thread_binding() % SUM_HEADS
             await_previous()
-            add_up(sums, which, s_sum, r_sum, head, num_blocks, num_heads)
+            add_up(sums, which, s.sum, r_sum, head, num_blocks, num_heads)
             if (T.get_thread_binding() < SUM_HEADS) & (head < num_heads):
                 if which == 0:
                     put(dA_log[0], r_sum, head, 0, 1, A_dtype)

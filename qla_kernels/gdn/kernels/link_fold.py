@@ -21,7 +21,8 @@ from typing import NamedTuple
 import qla_kernels.tile.language as T
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.loops import rolled
-from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.schedule import Role, Schedule, Tile
+from qla_kernels.tile.tiles import tiles
 
 MOST_STRETCHES = 2  # of a rank
 LINK_COLUMNS = 128  # the most that K may be
@@ -46,7 +47,7 @@ def schedule(variant: Variant) -> Schedule:
     warps = LINK_COLUMNS // 32
     return Schedule(
         roles=(Role("fold", warps=warps, regs=128, computes="a column of S M + b"),),
-        smem_bytes=LINK_COLUMNS * LINK_ROWS * 4,
+        tiles={"x": Tile((LINK_COLUMNS, LINK_ROWS), "float32")},
     )
 
 
@@ -123,9 +124,9 @@ def build(variant: Variant):
         with T.Kernel(V // LINK_ROWS, num_value_heads, stretches, threads=plan.threads) as (
             tile,
             hv,
-            s,
+            stretch,
         ):
-            s_x = T.alloc_shared((LINK_COLUMNS, LINK_ROWS), "float32")
+            s = tiles(plan)
             r_x = T.alloc_local((LINK_ROWS,), "float32")
             wrong = T.alloc_local((1,), "int32")
             n = T.alloc_var("int32")
@@ -135,17 +136,17 @@ def build(variant: Variant):
             wrong[0] = 0
             for v in T.unroll(LINK_ROWS):
                 r_x[v] = 0.0
-            if (s < num_given) & (column < K):
+            if (stretch < num_given) & (column < K):
                 for v in T.unroll(LINK_ROWS):
-                    r_x[v] = given[s, hv, v0 + v, column]
-            fold(links, lines, s_x, r_x, wrong, s, hv, v0, column)
+                    r_x[v] = given[stretch, hv, v0 + v, column]
+            fold(links, lines, s.x, r_x, wrong, stretch, hv, v0, column)
             if wrong[0] != 0:
                 for v in T.unroll(LINK_ROWS):
                     r_x[v] = T.reinterpret(T.int32(0x7FC00000), "float32")
-            if (s < num_found) & (column < K):
+            if (stretch < num_found) & (column < K):
                 for v in T.unroll(LINK_ROWS):
-                    found[s, hv, v0 + v, column] = r_x[v]
-            n = T.if_then_else(s == 0, front, back)
+                    found[stretch, hv, v0 + v, column] = r_x[v]
+            n = T.if_then_else(stretch == 0, front, back)
             if n >= 0:
                 place_state(first_segment, states, r_x, n, reverse, hv, v0, column)
 

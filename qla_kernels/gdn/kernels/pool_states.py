@@ -20,6 +20,7 @@ from typing import NamedTuple
 import qla_kernels.tile.language as T
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.strided import strided
 
 POOL_WARPS = 8
 POOL_NUMBERS = 8  # of a thread
@@ -68,20 +69,13 @@ def build(variant: Variant):
     plan = schedule(variant)
     num_slots, num_rows, num_value_heads = T.dynamic("num_slots, num_rows, num_value_heads")
     lines, columns = T.dynamic("lines, columns")
-    pool_n, pool_h, pool_l, pool_c = T.dynamic("pool_n, pool_h, pool_l, pool_c")
-    row_n, row_h, row_l, row_c = T.dynamic("row_n, row_h, row_l, row_c")
     each = POOL_NUMBERS * plan.threads
+    state = num_value_heads, lines, columns
 
     @T.prim_func
     def pool_states(
-        pool: T.StridedTensor(
-            (num_slots, num_value_heads, lines, columns),
-            (pool_n, pool_h, pool_l, pool_c),
-            variant.pool,
-        ),
-        rows: T.StridedTensor(
-            (num_rows, num_value_heads, lines, columns), (row_n, row_h, row_l, row_c), "float32"
-        ),
+        pool: strided("pool", "n h l c", (num_slots, *state), variant.pool),
+        rows: strided("row", "n h l c", (num_rows, *state), "float32"),
         slot_of: T.Tensor((num_rows,), "int32"),
         null_slot: T.int32,
         gathers: T.int32,

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import qla_kernels.tile.language as T
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.strided import strided
 
 REJECT_WARPS = 4
 
@@ -34,13 +35,12 @@ def schedule(variant: Variant) -> Schedule:
 def build(variant: Variant):
     plan = schedule(variant)
     N, num_slots, index, number = T.dynamic("N, num_slots, index, number")
-    lengths_n = T.dynamic("lengths_n")  # slots may lie any distance apart
 
     @T.prim_func
     def reject_tokens(
         state_indices: T.StridedTensor((N,), (index,), "int32"),
         num_tokens: T.StridedTensor((N,), (number,), "int32"),
-        lengths: T.StridedTensor((num_slots,), (lengths_n,), variant.dtype),
+        lengths: strided("lengths", "n", (num_slots,), variant.dtype),
         null_slot: T.int32,  # for padding
     ):
         with T.Kernel(T.ceildiv(N, plan.threads), threads=plan.threads) as block:

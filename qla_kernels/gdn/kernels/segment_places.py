@@ -65,7 +65,11 @@ def build(variant: Variant):
             p = block * plan.threads + T.get_thread_binding()
             if p < capacity:
                 low = T.alloc_local((1,), "int32")
-                before, first, done = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+                before, first, done = (
+                    T.alloc_var("int32"),
+                    T.alloc_var("int32"),
+                    T.alloc_var("int32"),
+                )
                 last = num_bounds - 1
                 find(low, first_segment, last, p)  # 1
                 n = low[0]

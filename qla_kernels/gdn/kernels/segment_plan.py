@@ -57,7 +57,8 @@ from qla_kernels.gdn.kernels.tables import (
 )
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.dependent import await_previous
-from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.schedule import Role, Schedule, Tile
+from qla_kernels.tile.tiles import tiles
 
 TABLES = 4  # one CTA each
 NO_CUT = 1 << 30  # chunks of a segment that no sequence has
@@ -77,7 +78,7 @@ PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}  # indices are guarded 
 def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(Role("table", warps=TABLE_WARPS, regs=64, computes="segments, heads or chunks"),),
-        smem_bytes=TABLE_WARPS * 4,
+        tiles={"sum": Tile((TABLE_WARPS,), "int32")},
     )
 
 
@@ -283,31 +284,31 @@ def build(variant: Variant):
         open_ends: T.int32,
     ):
         with T.Kernel(TABLES, threads=plan.threads) as table:
-            s_sum = T.alloc_shared((TABLE_WARPS,), "int32")
+            s = tiles(plan)
             longest, path, segments, most = (T.alloc_var("int32") for _ in range(4))
             await_previous()
             path = 0
             segments = 0
             most = segment_chunks
             if (num_bands > 0) & (table != 1):
-                take_band(cu_seqlens, bands, num_tokens, s_sum, longest, path, segments)
+                take_band(cu_seqlens, bands, num_tokens, s.sum, longest, path, segments)
             if table == 0:
                 if num_bands > 0:
                     if (path == 0) & (segments > 0):
                         find_segment_chunks(
-                            cu_seqlens, num_tokens, s_sum, longest, segments, most
+                            cu_seqlens, num_tokens, s.sum, longest, segments, most
                         )  # fmt: skip
                     else:
                         most = NO_CUT
                 place_segments(
-                    cu_seqlens, first_segment, bounds, starts_of, ends_of, num_tokens, s_sum,
+                    cu_seqlens, first_segment, bounds, starts_of, ends_of, num_tokens, s.sum,
                     most, num_front, open_ends, path,
                 )  # fmt: skip
             elif table == 1:
                 order_heads(g, kept, heads, inside(cu_seqlens[num_bounds - 1], num_tokens))
             elif table == 2:
                 if (capacity > 0) & (path == 0):
-                    place_chunks(cu_seqlens, chunks, num_chunks, first_chunk, num_tokens, s_sum)
+                    place_chunks(cu_seqlens, chunks, num_chunks, first_chunk, num_tokens, s.sum)
                 elif capacity > 0:
                     clear_chunks(chunks, num_chunks, first_chunk)
             else:

@@ -61,7 +61,8 @@ from qla_kernels.gdn.kernels.tables import (
 )
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.dependent import await_previous
-from qla_kernels.tile.schedule import Role, Schedule
+from qla_kernels.tile.schedule import Role, Schedule, Tile
+from qla_kernels.tile.tiles import tiles
 
 
 class Variant(NamedTuple):
@@ -76,7 +77,7 @@ PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}  # indices are guarded 
 def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(Role("table", warps=TABLE_WARPS, regs=64, computes="pieces and shares"),),
-        smem_bytes=TABLE_WARPS * 4,
+        tiles={"sum": Tile((TABLE_WARPS,), "int32")},
     )
 
 
@@ -216,7 +217,7 @@ def build(variant: Variant):
         most_cut: T.int32,
     ):
         with T.Kernel(1, threads=plan.threads) as _:
-            s_sum = T.alloc_shared((TABLE_WARPS,), "int32")
+            s = tiles(plan)
             total, all_before = T.alloc_local((1,), "int32"), T.alloc_local((1,), "int32")
             begin, length = T.alloc_var("int32"), T.alloc_var("int32")
             longest, whole = T.alloc_var("int32"), T.alloc_var("int32")
@@ -230,12 +231,12 @@ def build(variant: Variant):
                 if (n < num_sequences) & (inside(cu_seqlens[0], num_tokens) < num_tokens):
                     sequence_span(cu_seqlens, n, num_tokens, begin, length)
                     total[0] = T.max(1, T.ceildiv(length, CHUNK))
-                count_on(total, all_before, s_sum, most)
+                count_on(total, all_before, s.sum, most)
                 if n < num_sequences:
                     before[n + 1] = total[0]
             if thread == 0:
                 before[0] = 0
-            find_longest(cu_seqlens, num_tokens, s_sum, longest)  # 4
+            find_longest(cu_seqlens, num_tokens, s.sum, longest)  # 4
             whole = 0
             if (longest > most_cut) & (num_shares >= num_sequences * num_value_heads * num_tiles):
                 whole = 1

@@ -99,8 +99,8 @@ def build(variant: Variant):
     num_bounds, num_h0, num_ht = T.dynamic("num_bounds, num_h0, num_ht")
     rows, num_slots, num_accepted = T.dynamic("rows, num_slots, num_accepted")
     num_entries, num_parents = T.dynamic("num_entries, num_parents")
-    bound, index, index_t, accepted_n = T.dynamic("bound, index, index_t, accepted_n")
-    entry, parent_rows, parent_n, parent_t = T.dynamic("entry, parent_rows, parent_n, parent_t")
+    bound, index, index_t = T.dynamic("bound, index, index_t")
+    entry, parent_rows = T.dynamic("entry, parent_rows")
     x = token_types((B, num_tokens, H, HV), size, V, dtype)
 
     @T.prim_func
@@ -114,9 +114,9 @@ def build(variant: Variant):
         dt_bias: x.dt_bias,
         cu_seqlens: T.StridedTensor((num_bounds,), (bound,), "int32"),
         state_indices: T.StridedTensor((rows, num_slots), (index, index_t), "int32"),
-        accepted: T.StridedTensor((num_accepted,), (accepted_n,), "int32"),
+        accepted: strided("accepted", "n", (num_accepted,), "int32"),
         entry_rows: T.StridedTensor((num_entries,), (entry,), "int32"),
-        parents: T.StridedTensor((parent_rows, num_parents), (parent_n, parent_t), "int32"),
+        parents: strided("parent", "n t", (parent_rows, num_parents), "int32"),
         h0: strided("h0", "n h k v", (num_h0, HV, size, V), variant.state),
         ht: strided("ht", "n h k v", (num_ht, HV, size, V), variant.state),
         o: T.Tensor((B, num_tokens, HV, V), variant.dtype),
