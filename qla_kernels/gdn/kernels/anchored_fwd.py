@@ -44,6 +44,7 @@ from qla_kernels.gdn.kernels.chain.layout import (
     slot_of,
 )
 from qla_kernels.gdn.kernels.chain.new_rows import SOURCE
+from qla_kernels.gdn.kernels.chain.roles import GATES, gate_role, load_role
 from qla_kernels.gdn.kernels.chain.solve import clear_above
 from qla_kernels.gdn.kernels.chain.tail import (
     PlacedGates,
@@ -129,41 +130,10 @@ def schedule(variant: Variant) -> Schedule:
                 computes="W, V', O; S",
                 uses=("wgmma",),
             ),
-            Role(
-                "load_k",
-                warps=1,
-                regs=load_regs,
-                waits=("k_free", "q_free"),
-                signals=("k_full", "q_full"),
-                computes="k, q",
-                uses=("tma_load",),
-            ),
-            Role(
-                "load_s",
-                warps=1,
-                regs=load_regs,
-                waits=("s_free",),
-                signals=("s_full",),
-                computes="S",
-                uses=("tma_load",),
-            ),
-            Role(
-                "load_v",
-                warps=1,
-                regs=load_regs,
-                waits=("v_free",),
-                signals=("v_full",),
-                computes="v",
-                uses=("tma_load",),
-            ),
-            Role(
-                "gate",
-                warps=1,
-                regs=load_regs,
-                waits=("gate_free",),
-                signals=("gate_full",),
-                computes="gamma and its exponentials, beta",
-            ),
+            load_role(load_regs, "k, q", "k", "q", name="load_k", tail=False),
+            load_role(load_regs, "S", "s", name="load_s", tail=False),
+            load_role(load_regs, "v", "v", name="load_v", tail=False),
+            gate_role(load_regs, GATES),
         ),
         rings=slots,
         named={"solve": Named(WARPGROUP_THREADS)},

@@ -30,13 +30,10 @@ from qla_kernels.gdn.kernels.chain.cumulated import (
     States,
     find_sequence,
     gate,
-    gate_role,
     load,
-    load_role,
     put_state,
     stage,
     store,
-    store_role,
 )
 from qla_kernels.gdn.kernels.chain.layout import (
     BETA,
@@ -57,6 +54,7 @@ from qla_kernels.gdn.kernels.chain.layout import (
     take_turn,
     turns,
 )
+from qla_kernels.gdn.kernels.chain.roles import gate_role, load_role, store_role
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.record import Variables
 from qla_kernels.tile.rings import rings

@@ -45,15 +45,11 @@ from qla_kernels.gdn.kernels.chain.cumulated import (
     SOURCE,
     find_sequence,
     gate,
-    gate_role,
     load,
-    load_role,
     put_state,
     score,
-    score_role,
     stage,
     store,
-    store_role,
 )
 from qla_kernels.gdn.kernels.chain.gated_tiles import SOURCE as GATED_TILES
 from qla_kernels.gdn.kernels.chain.layout import (
@@ -75,6 +71,7 @@ from qla_kernels.gdn.kernels.chain.layout import (
     take_turn,
     turns,
 )
+from qla_kernels.gdn.kernels.chain.roles import GATES, gate_role, load_role, score_role, store_role
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.record import Variables
 from qla_kernels.tile.rings import rings
@@ -133,7 +130,7 @@ def schedule(variant: Variant) -> Schedule:
             ),
             score_role(score_regs, "rows"),
             load_role(load_regs, "q, k, dO, A", "rows"),
-            gate_role(load_regs, "gamma and its exponentials, beta"),
+            gate_role(load_regs, GATES),
             store_role(load_regs, "dS out", *staged),
             Role("spare", warps=1, regs=load_regs, computes="fills the warpgroup"),
         ),

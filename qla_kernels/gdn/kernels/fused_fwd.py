@@ -51,6 +51,7 @@ from qla_kernels.gdn.kernels.chain.layout import (
     turns,
 )
 from qla_kernels.gdn.kernels.chain.pools import SOURCE as POOLS
+from qla_kernels.gdn.kernels.chain.roles import GATES, gate_role, load_role
 from qla_kernels.gdn.kernels.chain.shares import SOURCE as SHARES
 from qla_kernels.gdn.kernels.chain.shares import Shares, table_types
 from qla_kernels.gdn.kernels.chain.solve import clear_above, invert, score, solve, solve_in_teams
@@ -183,23 +184,12 @@ def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(
             *((solving_role, chain_role) if variant.first_state else (chain_role, solving_role)),
-            Role(
-                "load",
-                warps=1,
-                regs=load_regs,
-                waits=(*free("q", "k", "v"), *given("a_free"), "tail_full"),
-                signals=(*full("q", "k", "v"), *given("a_full"), "tail_full"),
-                computes="q, k, v" + ", A" * (not variant.solves),
-                uses=("tma_load",),
+            load_role(
+                load_regs,
+                "q, k, v" + ", A" * (not variant.solves),
+                *("q", "k", "v", *given("a")),
             ),
-            Role(
-                "gate",
-                warps=1,
-                regs=load_regs,
-                waits=("gate_free",),
-                signals=("gate_full",),
-                computes="gamma and its exponentials, beta" + "; g_cum out" * variant.solves,
-            ),
+            gate_role(load_regs, GATES + "; g_cum out" * variant.solves),
             Role(
                 "store",
                 warps=1,

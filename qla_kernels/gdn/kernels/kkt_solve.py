@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.chain.gated_tiles import SCRATCH_BYTES, SOURCE
+from qla_kernels.gdn.kernels.chain.roles import load_role, store_role
 from qla_kernels.gdn.kernels.chain.window import SOURCE as GROWTH
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.dependent import await_previous
@@ -52,6 +53,8 @@ PASS_CONFIGS = {
     "tl.disable_safe_memory_legalize": True,  # every index is guarded by `rows` or by the tables
 }
 
+GATES_IN = "gamma, beta, decays to blocks' ends"
+
 
 def schedule(variant: Variant) -> Schedule:
     slots = {"k": 1, "gate": 4, "a": 2}
@@ -66,33 +69,9 @@ def schedule(variant: Variant) -> Schedule:
                 computes="k k^T; L; A = (I + L)^-1",
                 uses=("wgmma", "mma"),
             ),
-            Role(
-                "load",
-                warps=1,
-                regs=32,
-                waits=("k_free",),
-                signals=(("k_full", ONE),),
-                computes="k",
-                uses=("tma_load",),
-            ),
-            Role(
-                "gates",
-                warps=1,
-                regs=32,
-                waits=("gate_free",),
-                signals=(("gate_full", ONE),),
-                computes="gamma, beta, decays to blocks' ends",
-                uses=("tma_load",),
-            ),
-            Role(
-                "store",
-                warps=1,
-                regs=32,
-                waits=("a_full",),
-                signals=("a_free",),
-                computes="A out",
-                uses=("tma_store",),
-            ),
+            load_role(32, "k", "k", tail=False, elected=ONE),
+            load_role(32, GATES_IN, "gate", name="gates", tail=False, elected=ONE),
+            store_role(32, "A out", "a"),
             Role("spare", warps=1, regs=32, computes="fills the warpgroup"),
         ),
         rings=slots,

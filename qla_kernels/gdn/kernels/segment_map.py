@@ -37,12 +37,13 @@ the few chunks of a window, which avoids three more launches.
 from typing import NamedTuple
 
 import qla_kernels.tile.language as T
-from qla_kernels.gdn.kernels.chain.cumulated import gate, gate_role, load, load_role
+from qla_kernels.gdn.kernels.chain.cumulated import gate, load
 from qla_kernels.gdn.kernels.chain.forward import RawGates
 from qla_kernels.gdn.kernels.chain.forward import gate as raw_gate
 from qla_kernels.gdn.kernels.chain.gated_tiles import SCRATCH_BYTES
 from qla_kernels.gdn.kernels.chain.gated_tiles import SOURCE as GATED_TILES
 from qla_kernels.gdn.kernels.chain.layout import GATE_ROWS, TILE, Rows, named_barriers
+from qla_kernels.gdn.kernels.chain.roles import gate_role, load_role
 from qla_kernels.gdn.kernels.chain.window import SOURCE, columns, solve, warm_chunks
 from qla_kernels.gdn.kernels.tables import sequence_span
 from qla_kernels.tile.constants import CHUNK

@@ -32,17 +32,11 @@ is dstate_chain's chain, in the same units.
 from typing import NamedTuple
 
 import qla_kernels.tile.language as T
-from qla_kernels.gdn.kernels.chain.cumulated import (
-    gate,
-    gate_role,
-    load,
-    load_role,
-    score,
-    score_role,
-)
+from qla_kernels.gdn.kernels.chain.cumulated import gate, load, score
 from qla_kernels.gdn.kernels.chain.forward import RawGates
 from qla_kernels.gdn.kernels.chain.gated_tiles import SOURCE as GATED_TILES
 from qla_kernels.gdn.kernels.chain.layout import GATE_ROWS, TILE, Rows
+from qla_kernels.gdn.kernels.chain.roles import GATES, gate_role, load_role, score_role
 from qla_kernels.gdn.kernels.chain.window import SOURCE, gradient_columns, warm_chunks
 from qla_kernels.gdn.kernels.tables import sequence_span
 from qla_kernels.tile.constants import CHUNK
@@ -85,7 +79,7 @@ def schedule(variant: Variant) -> Schedule:
             ),
             score_role(120, "rows"),
             load_role(40, "q, k, dO, A", "rows"),
-            gate_role(40, "gamma and its exponentials, beta"),
+            gate_role(40, GATES),
             Role("spare", warps=2, regs=40, computes="fills the warpgroup"),
         ),
         rings=slots,

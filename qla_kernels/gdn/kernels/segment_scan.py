@@ -31,6 +31,7 @@ rows of `states`, whatever the bounds are.
 from typing import Any, NamedTuple
 
 import qla_kernels.tile.language as T
+from qla_kernels.gdn.kernels.chain.roles import load_role, store_role
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.named_barriers import NamedBarrier
@@ -82,24 +83,8 @@ def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(
             *folds,
-            Role(
-                "load",
-                warps=1,
-                regs=168,
-                waits=("m_free",),
-                signals=("m_full",),
-                computes="M, b",
-                uses=("tma_load",),
-            ),
-            Role(
-                "store",
-                warps=1,
-                regs=168,
-                waits=("s_full",),
-                signals=("s_free",),
-                computes="S out",
-                uses=("tma_store",),
-            ),
+            load_role(168, "M, b", "m", tail=False),
+            store_role(168, "S out", "s"),
             Role("spare", warps=2, regs=168, computes="fills the warpgroup"),
         ),
         rings={"m": SCAN_SLOTS, "s": SCAN_SLOTS},

@@ -37,7 +37,8 @@ from qla_kernels.gdn.kernels.chain.layout import (
     Rows,
     slot_of,
 )
-from qla_kernels.gdn.kernels.kkt_solve import ChunkWalk, gates_in
+from qla_kernels.gdn.kernels.chain.roles import load_role, store_role
+from qla_kernels.gdn.kernels.kkt_solve import GATES_IN, ChunkWalk, gates_in
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.loops import rolled
@@ -78,33 +79,9 @@ def schedule(variant: Variant) -> Schedule:
                 computes="k k^T, q k^T; L; A = (I + L)^-1; P; exponentials of gamma, beta out",
                 uses=("wgmma", "mma"),
             ),
-            Role(
-                "load",
-                warps=1,
-                regs=40,
-                waits=("qk_free",),
-                signals=("qk_full",),
-                computes="q, k",
-                uses=("tma_load",),
-            ),
-            Role(
-                "gates",
-                warps=1,
-                regs=40,
-                waits=("gate_free",),
-                signals=(("gate_full", ONE),),
-                computes="gamma, beta, decays to blocks' ends",
-                uses=("tma_load",),
-            ),
-            Role(
-                "store",
-                warps=1,
-                regs=40,
-                waits=("tiles_full",),
-                signals=("tiles_free",),
-                computes="A and P out",
-                uses=("tma_store",),
-            ),
+            load_role(40, "q, k", "qk", tail=False),
+            load_role(40, GATES_IN, "gate", name="gates", tail=False, elected=ONE),
+            store_role(40, "A and P out", "tiles"),
             Role(
                 "padding", warps=1, regs=40, computes="zeros into rows of A, g_cum of no sequence"
             ),

@@ -49,13 +49,9 @@ from qla_kernels.gdn.kernels.chain.cumulated import (
     SOURCE,
     find_sequence,
     gate,
-    gate_role,
-    load_role,
     put_state,
-    score_role,
     stage,
     store,
-    store_role,
 )
 from qla_kernels.gdn.kernels.chain.gated_tiles import SOURCE as GATED_TILES
 from qla_kernels.gdn.kernels.chain.halves import (
@@ -81,6 +77,7 @@ from qla_kernels.gdn.kernels.chain.layout import (
     load_transposed,
 )
 from qla_kernels.gdn.kernels.chain.reverse import ChunkGradients, load, score
+from qla_kernels.gdn.kernels.chain.roles import GATES, gate_role, load_role, score_role, store_role
 from qla_kernels.gdn.kernels.dstate_chain import EXACT
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.named_barriers import NamedBarrier
@@ -140,7 +137,7 @@ def schedule(variant: Variant) -> Schedule:
             ),
             score_role(score_regs, "q", "k"),
             load_role(load_regs, "q, k, dO, A", "q", "k", "rows"),
-            gate_role(load_regs, "gamma and its exponentials, beta"),
+            gate_role(load_regs, GATES),
             store_role(load_regs, "dS, Y and dV out", *staged, "y"),
             Role("spare", warps=1, regs=load_regs, computes="fills the warpgroup"),
         ),

@@ -28,7 +28,6 @@ which are two thirds of the bytes that a CTA reads.
 from typing import NamedTuple
 
 import qla_kernels.tile.language as T
-from qla_kernels.gdn.kernels.chain.cumulated import load_role, store_role
 from qla_kernels.gdn.kernels.chain.layout import (
     GATE_ROWS,
     TILE,
@@ -39,6 +38,7 @@ from qla_kernels.gdn.kernels.chain.layout import (
     named_barriers,
     turns,
 )
+from qla_kernels.gdn.kernels.chain.roles import load_role, store_role
 from qla_kernels.gdn.kernels.chain.transfer import clear_padding, load
 from qla_kernels.gdn.kernels.chain.wide import (
     SOURCE,
@@ -95,15 +95,7 @@ def schedule(variant: Variant) -> Schedule:
                 uses=("wgmma",),
             ),
             load_role(24, "q, k, v, A, P", *loaded),
-            Role(
-                "gates",
-                warps=1,
-                regs=24,
-                waits=("gate_free",),
-                signals=("gate_full",),
-                computes="exponentials of gamma, beta",
-                uses=("tma_load",),
-            ),
+            load_role(24, "exponentials of gamma, beta", "gate", name="gates", tail=False),
             store_role(24, "O out", "o"),
             Role("padding", warps=1, regs=24, computes="zeros into rows of no sequence"),
         ),

@@ -50,6 +50,7 @@ from qla_kernels.gdn.kernels.chain.layout import (
     take_turn,
     turns,
 )
+from qla_kernels.gdn.kernels.chain.roles import load_role
 from qla_kernels.gdn.kernels.chain.wide import SOURCE as WIDE
 from qla_kernels.gdn.kernels.chain.wide import await_product, load_gates, product_layout
 from qla_kernels.gdn.kernels.tables import sequence_span
@@ -99,24 +100,8 @@ def schedule(variant: Variant) -> Schedule:
                 computes="X, W, V'; b or M out",
                 uses=("wgmma",),
             ),
-            Role(
-                "load",
-                warps=1,
-                regs=24,
-                waits=("rows_free",),
-                signals=("rows_full",),
-                computes="k, v, A",
-                uses=("tma_load",),
-            ),
-            Role(
-                "gates",
-                warps=1,
-                regs=24,
-                waits=("gate_free",),
-                signals=("gate_full",),
-                computes="exponentials of gamma, beta",
-                uses=("tma_load",),
-            ),
+            load_role(24, "k, v, A", "rows", tail=False),
+            load_role(24, "exponentials of gamma, beta", "gate", name="gates", tail=False),
             Role("spare", warps=2, regs=24, computes="fills the warpgroup"),
         ),
         rings=slots,

@@ -31,12 +31,9 @@ from qla_kernels.gdn.kernels.chain.cumulated import (
     SOURCE,
     find_sequence,
     gate,
-    gate_role,
     load,
-    load_role,
     stage,
     store,
-    store_role,
 )
 from qla_kernels.gdn.kernels.chain.gated_tiles import SOURCE as GATED_TILES
 from qla_kernels.gdn.kernels.chain.halves import (
@@ -60,6 +57,7 @@ from qla_kernels.gdn.kernels.chain.layout import (
     find_row,
     load_transposed,
 )
+from qla_kernels.gdn.kernels.chain.roles import gate_role, load_role, store_role
 from qla_kernels.tile.constants import CHUNK
 from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.record import Variables

@@ -23,55 +23,11 @@ from qla_kernels.gdn.kernels.tables import read_span
 from qla_kernels.tile.constants import CHUNK, LOG2E
 from qla_kernels.tile.loops import rolled
 from qla_kernels.tile.mask import clear_tail
-from qla_kernels.tile.schedule import Role, free, full
 
 SOURCE = Path(__file__).with_suffix(".cuh").read_text()
 
 
 SEQUENCE = "hv n kh begin length num_chunks i_tile v0"  # variables of `find_sequence`
-
-
-def load_role(regs: int, computes: str, *data: str) -> Role:
-    """Returns the role that loads data, each with a ring of its own."""
-    return Role(
-        "load",
-        warps=1,
-        regs=regs,
-        waits=(*free(*data), "tail_full"),
-        signals=(*full(*data), "tail_full"),
-        computes=computes,
-        uses=("tma_load",),
-    )
-
-
-def gate_role(regs: int, computes: str = "exponentials of gamma, beta") -> Role:
-    return Role("gate", 1, regs, waits=free("gate"), signals=full("gate"), computes=computes)
-
-
-def score_role(regs: int, *data: str) -> Role:
-    """Returns the role that makes P of data."""
-    return Role(
-        "score",
-        warps=4,
-        regs=regs,
-        waits=(*full(*data, "gate"), "p_free"),
-        signals=(*free(*data, "gate"), "p_full"),
-        computes="P",
-        uses=("wgmma",),
-    )
-
-
-def store_role(regs: int, computes: str, *data: str) -> Role:
-    """Returns the role that sends staged data."""
-    return Role(
-        "store",
-        warps=1,
-        regs=regs,
-        waits=full(*data),
-        signals=free(*data),
-        computes=computes,
-        uses=("tma_store",),
-    )
 
 
 @T.macro

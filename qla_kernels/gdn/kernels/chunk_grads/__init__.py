@@ -52,6 +52,7 @@ from typing import NamedTuple
 
 import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.chain.layout import BETA, GAMMA
+from qla_kernels.gdn.kernels.chain.roles import GATES, gate_role, load_role
 from qla_kernels.gdn.kernels.chunk_grads import layout as grads
 from qla_kernels.gdn.kernels.chunk_grads import panel as grads_panel
 from qla_kernels.gdn.kernels.chunk_grads import store as grads_out
@@ -120,7 +121,10 @@ def schedule(variant: Variant) -> Schedule:
                 computes="P, dP0, F",
                 uses=("wgmma",),
             ),
-            *grads.serving_roles(regs=40),
+            load_role(40, "q, k, v, dO, A, S0, dS", "qk", "rows", "h", "ds"),
+            gate_role(40, GATES, name="gates"),
+            Role("store", 1, 40, ("dv_full",), ("rows_free",), "dV out", ("tma_store",)),
+            Role("sums", 1, 40, ("sums_full",), ("sums_free",), "dg, dbeta"),
         ),
         rings=grads.GRAD_RINGS,
         named={"own": Named(WARPGROUP_THREADS, copies=variant.panels)},

@@ -23,7 +23,7 @@ from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.record import Record, Variables
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.rings import rings
-from qla_kernels.tile.schedule import Role, Schedule, Tile, free, full
+from qla_kernels.tile.schedule import Schedule, Tile
 from qla_kernels.tile.tiles import tiles
 
 PANEL = 64  # columns of V and of K that a panel warpgroup has
@@ -117,47 +117,6 @@ class ChunkWalk(NamedTuple):
 
     def head(self, i: Any) -> Any:
         return T.truncmod(self.first + i * self.stride, self.num_heads)
-
-
-def serving_roles(regs: int) -> tuple[Role, ...]:
-    """Returns the four roles, a warp each, of the warpgroup that serves the others."""
-    loaded = ("qk", "rows", "h", "ds")
-    return (
-        Role(
-            "load",
-            warps=1,
-            regs=regs,
-            waits=(*free(*loaded), "tail_full"),
-            signals=(*full(*loaded), "tail_full"),
-            computes="q, k, v, dO, A, S0, dS",
-            uses=("tma_load",),
-        ),
-        Role(
-            "gates",
-            warps=1,
-            regs=regs,
-            waits=("gate_free",),
-            signals=("gate_full",),
-            computes="gamma and its exponentials, beta",
-        ),
-        Role(
-            "store",
-            warps=1,
-            regs=regs,
-            waits=("dv_full",),
-            signals=("rows_free",),
-            computes="dV out",
-            uses=("tma_store",),
-        ),
-        Role(
-            "sums",
-            warps=1,
-            regs=regs,
-            waits=("sums_full",),
-            signals=("sums_free",),
-            computes="dg, dbeta",
-        ),
-    )
 
 
 PAIR = "chunk head tok0 rows"  # variables of `find_pair`

@@ -42,8 +42,8 @@ chunk_table made, so they lie inside the tensors: see tables.py.
 from typing import NamedTuple
 
 import qla_kernels.tile.language as T
-from qla_kernels.gdn.kernels.chain.cumulated import load_role
 from qla_kernels.gdn.kernels.chain.layout import BETA, GAMMA
+from qla_kernels.gdn.kernels.chain.roles import GATES, gate_role, load_role
 from qla_kernels.gdn.kernels.chunk_grads.layout import DO, KEY, PANEL, VN, P, Y, gates
 from qla_kernels.gdn.kernels.chunk_grads.tiles import (
     add_scores,
@@ -98,22 +98,8 @@ def schedule(variant: Variant) -> Schedule:
                 uses=("wgmma",),
             ),
             load_role(40, "q, k, v, dO, V', Y, S0, dS", "qk", "rows"),
-            Role(
-                "gates",
-                warps=1,
-                regs=40,
-                waits=("gate_free",),
-                signals=("gate_full",),
-                computes="gamma and its exponentials, beta",
-            ),
-            Role(
-                "sums",
-                warps=1,
-                regs=40,
-                waits=full("dots", "x"),
-                signals=free("dots", "x"),
-                computes="dg, dbeta",
-            ),
+            gate_role(40, GATES, name="gates"),
+            Role("sums", 1, 40, full("dots", "x"), free("dots", "x"), "dg, dbeta"),
             Role("spare", warps=1, regs=40, computes="fills the warpgroup"),
         ),
         rings=grads.PART_RINGS,
