@@ -181,12 +181,8 @@ def build(variant: Variant):
         beside: T.int32,
         blocks: T.int32,
     ):
-        with T.Kernel(
-            batch * blocks, T.ceildiv(num_heads, ACTIVATE_THREADS), threads=plan.threads
-        ) as (
-            block,
-            tile,
-        ):
+        grid = (batch * blocks, T.ceildiv(num_heads, ACTIVATE_THREADS))
+        with T.Kernel(*grid, threads=plan.threads) as (block, tile):
             T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
             T.import_source(SOURCE)
             place = T.alloc_local((6,), "int32")

@@ -68,10 +68,8 @@ def build(variant: Variant):
         runs: T.Tensor((num_runs, 3), "int32"),
         into: T.Tensor((num_rows, num_pieces, CHILD_PIECE), variant.dtype),
     ):
-        with T.Kernel(T.ceildiv(num_pieces, plan.threads), num_runs, threads=plan.threads) as (
-            span,
-            run,
-        ):
+        grid = (T.ceildiv(num_pieces, plan.threads), num_runs)
+        with T.Kernel(*grid, threads=plan.threads) as (span, run):
             first, count = T.alloc_var("int32"), T.alloc_var("int32")
             row = T.alloc_var("int64")
             await_previous()

@@ -38,6 +38,7 @@ from qla_kernels.gdn.kernels.chain.cumulated import (
 from qla_kernels.gdn.kernels.chain.layout import (
     BETA,
     BETA_E,
+    CHAIN_PASSES,
     GATE_ROWS,
     LAST,
     TILE,
@@ -80,12 +81,7 @@ VARIANTS = tuple(
     for tile_v in (128, 64)
 )
 
-PASS_CONFIGS = {
-    "tl.enable_fast_math": True,
-    "tl.disable_thread_storage_sync": True,  # mbarriers order everything that crosses warps
-    "tl.disable_safe_memory_legalize": True,  # every index is guarded by the sequence's length
-    "tl.disable_buffer_init_check": True,  # staging tiles: see `stage`
-}
+PASS_CONFIGS = CHAIN_PASSES
 
 
 def schedule(variant: Variant) -> Schedule:

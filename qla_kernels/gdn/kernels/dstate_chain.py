@@ -54,6 +54,7 @@ from qla_kernels.gdn.kernels.chain.cumulated import (
 from qla_kernels.gdn.kernels.chain.gated_tiles import SOURCE as GATED_TILES
 from qla_kernels.gdn.kernels.chain.layout import (
     BETA_E,
+    CHAIN_PASSES,
     GATE_ROWS,
     LAST,
     SCALE_E,
@@ -97,12 +98,7 @@ VARIANTS = tuple(
     for tile_v in (128, 64)
 )
 
-PASS_CONFIGS = {
-    "tl.enable_fast_math": True,
-    "tl.disable_thread_storage_sync": True,  # mbarriers order everything that crosses warps
-    "tl.disable_safe_memory_legalize": True,  # every index is guarded by the sequence's length
-    "tl.disable_buffer_init_check": True,  # staging tiles: see `stage`
-}
+PASS_CONFIGS = CHAIN_PASSES
 
 
 EXACT = 2  # chunks with (8): their slots are not filled again

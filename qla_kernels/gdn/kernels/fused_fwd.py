@@ -41,6 +41,7 @@ from qla_kernels.gdn.kernels.chain.forward import OnTheWay, RawGates, gate, stat
 from qla_kernels.gdn.kernels.chain.gated_tiles import SCRATCH_BYTES, SOURCE
 from qla_kernels.gdn.kernels.chain.items import After, Items, after, count_chunks, locate
 from qla_kernels.gdn.kernels.chain.layout import (
+    CHAIN_PASSES,
     GATE_ROWS,
     TILE,
     Rows,
@@ -124,12 +125,7 @@ VARIANTS = tuple(
 )
 VARIANTS += tuple(Variant(dtype, 128, 128, True, shares=True) for dtype in ("bfloat16", "float16"))
 
-PASS_CONFIGS = {
-    "tl.enable_fast_math": True,
-    "tl.disable_thread_storage_sync": True,  # mbarriers order everything that crosses warps
-    "tl.disable_safe_memory_legalize": True,  # every index is guarded by the sequence's length
-    "tl.disable_buffer_init_check": True,  # staging tiles: see `put_out`
-}
+PASS_CONFIGS = CHAIN_PASSES
 
 
 def schedule(variant: Variant) -> Schedule:

@@ -81,10 +81,8 @@ def build(variant: Variant):
         wide_beta: T.Tensor((wide_tokens, num_heads), "float32"),
     ):
         # chunks on x: there may be more than the 65535 that y can count
-        with T.Kernel(capacity, T.ceildiv(num_heads, GATE_HEADS), threads=plan.threads) as (
-            chunk,
-            tile,
-        ):
+        grid = (capacity, T.ceildiv(num_heads, GATE_HEADS))
+        with T.Kernel(*grid, threads=plan.threads) as (chunk, tile):
             s = tiles(plan)
             gamma = T.alloc_local((GATE_BLOCK,), "float32")
             b = T.alloc_local((GATE_BLOCK,), "float32")

@@ -85,10 +85,8 @@ def build(variant: Variant):
         bias_dtype: T.int32,
         num_parameters: T.int32,  # 2, or 1 where there is no dt_bias
     ):
-        with T.Kernel(T.ceildiv(num_heads, SUM_HEADS), num_parameters, threads=plan.threads) as (
-            tile,
-            which,
-        ):
+        grid = (T.ceildiv(num_heads, SUM_HEADS), num_parameters)
+        with T.Kernel(*grid, threads=plan.threads) as (tile, which):
             T.import_source(SOURCE)
             s = tiles(plan)
             r_sum = T.alloc_local((1,), variant.dtype)

@@ -121,11 +121,8 @@ def build(variant: Variant):
         back: T.int32,
         reverse: T.int32,
     ):
-        with T.Kernel(V // LINK_ROWS, num_value_heads, stretches, threads=plan.threads) as (
-            tile,
-            hv,
-            stretch,
-        ):
+        grid = (V // LINK_ROWS, num_value_heads, stretches)
+        with T.Kernel(*grid, threads=plan.threads) as (tile, hv, stretch):
             s = tiles(plan)
             r_x = T.alloc_local((LINK_ROWS,), "float32")
             wrong = T.alloc_local((1,), "int32")

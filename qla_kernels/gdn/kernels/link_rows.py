@@ -65,10 +65,8 @@ def build(variant: Variant):
         signature_back: T.float32,
         reverse: T.int32,
     ):
-        with T.Kernel(
-            T.ceildiv(rows * columns, plan.threads), num_value_heads, stretches,
-            threads=plan.threads,
-        ) as (part, hv, s):  # fmt: skip
+        grid = (T.ceildiv(rows * columns, plan.threads), num_value_heads, stretches)
+        with T.Kernel(*grid, threads=plan.threads) as (part, hv, s):
             await_previous()
             number = part * plan.threads + T.get_thread_binding()
             if number < rows * columns:

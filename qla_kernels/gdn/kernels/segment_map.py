@@ -161,11 +161,8 @@ def build(variant: Variant):
         grows: T.int32,
         early: T.int32,
     ):
-        with T.Kernel(capacity, num_tiles + K // TILE, num_value_heads, threads=plan.threads) as (
-            p,
-            i_slice,
-            place,
-        ):
+        grid = (capacity, num_tiles + K // TILE, num_value_heads)
+        with T.Kernel(*grid, threads=plan.threads) as (p, i_slice, place):
             T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
             T.import_source((GATED_TILES if variant.solves else "") + SOURCE)
             s, ring = tiles(plan), rings(plan)

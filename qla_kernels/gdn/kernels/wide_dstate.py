@@ -65,6 +65,7 @@ from qla_kernels.gdn.kernels.chain.halves import SOURCE as HALVES
 from qla_kernels.gdn.kernels.chain.layout import (
     BETA,
     BETA_E,
+    CHAIN_PASSES,
     GATE_ROWS,
     LAST,
     SCALE_E,
@@ -99,12 +100,7 @@ class Variant(NamedTuple):
 
 VARIANTS = tuple(Variant(dtype, K) for dtype in ("bfloat16", "float16") for K in (256, 128))
 
-PASS_CONFIGS = {
-    "tl.enable_fast_math": True,
-    "tl.disable_thread_storage_sync": True,  # mbarriers order everything that crosses warps
-    "tl.disable_safe_memory_legalize": True,  # every index is guarded by the sequence's length
-    "tl.disable_buffer_init_check": True,  # staging tiles: see `stage`; fragments: see halves.py
-}
+PASS_CONFIGS = CHAIN_PASSES
 
 
 def slots(variant: Variant) -> dict[str, int]:

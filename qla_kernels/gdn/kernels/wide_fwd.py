@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 import qla_kernels.tile.language as T
 from qla_kernels.gdn.kernels.chain.layout import (
+    CHAIN_PASSES,
     GATE_ROWS,
     TILE,
     Rows,
@@ -72,12 +73,7 @@ VARIANTS = tuple(
     Variant(dtype, 256, tile_v) for dtype in ("bfloat16", "float16") for tile_v in (128, 64)
 )
 
-PASS_CONFIGS = {
-    "tl.enable_fast_math": True,
-    "tl.disable_thread_storage_sync": True,  # mbarriers order everything that crosses warps
-    "tl.disable_safe_memory_legalize": True,  # every index is guarded by the sequence's length
-    "tl.disable_buffer_init_check": True,  # staging tiles: see `put_out`
-}
+PASS_CONFIGS = CHAIN_PASSES
 
 
 def schedule(variant: Variant) -> Schedule:

@@ -17,6 +17,14 @@ from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Schedule
 
 TILE = 64  # columns of V that one state warpgroup owns
 
+# How TileLang compiles a chain over the chunks of a sequence, from which states or outputs leave.
+CHAIN_PASSES = {
+    "tl.enable_fast_math": True,
+    "tl.disable_thread_storage_sync": True,  # mbarriers order everything that crosses warps
+    "tl.disable_safe_memory_legalize": True,  # every index is guarded by the sequence's length
+    "tl.disable_buffer_init_check": True,  # staging tiles: see `put_out`, `stage`; and halves.py
+}
+
 # Rows of a gate slot; gated_tiles.cuh reads the first three. DECAY_TO_BLOCK_END of a token is the
 # decay from it to the last token of its block of 16; D that to the last token of the chunk.
 GATE_ROWS = 7
