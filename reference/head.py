@@ -15,8 +15,8 @@ With g_t, the gradient of a target's log-probability, and h, that of its row's e
 
 Everywhere: hidden [N, D]; weight [V, D]; low [N, r] and up [V, r], a low-rank addition, or None;
 bias [V] or None; targets [L], those of row r being first[r] .. first[r + 1] - 1, so that a row may
-have any number of them. weight, low and up are rounded to hidden's dtype, as under autocast. fp64 inputs
-compute in fp64, all others in fp32.
+have any number of them. weight, low and up are rounded to hidden's dtype, as under autocast. fp64
+inputs compute in fp64, all others in fp32.
 
 Rows are computed in parts of at most `ELEMENTS` logits, so that memory does not grow with N V.
 """

@@ -34,8 +34,8 @@ from qla_kernels.conv.kernels.heads import (
     HEADS_SOURCE,
     Warp,
     find_piece,
-    pair_barriers,
     gradients_of_heads,
+    pair_barriers,
     uniform,
 )
 from qla_kernels.conv.kernels.numbers import SOURCE, factor
