@@ -40,7 +40,8 @@ def gated_rms_norm_backward(
     wide, z, dy = _wide(x), _wide(gate), _wide(dy)
     w, r, s = weight.to(wide), _rstd(wide, eps), z.sigmoid()
     u = dy * s * (1 if sigmoid else z)
-    slope = s * (1 - s) if sigmoid else s * (1 + z * (1 - s))
+    rest = (-z).sigmoid()  # 1 - s, without its rounding
+    slope = s * rest if sigmoid else s * (1 + z * rest)
     dx = r * u * w - r**3 * (u * w * wide).mean(-1, keepdim=True) * wide
     dgate = dy * slope * w * wide * r
     dweight = (u * wide * r).flatten(0, -2).sum(0)
