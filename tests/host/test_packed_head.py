@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from qla_kernels import Unsupported, pack_shared_prompts
 from qla_kernels.integrations import transformers_dualkv
 from qla_kernels.integrations.packed_head import packed_head
+from tests import head_ranks
 from tests.compare import assert_close
+from tests.ranks import launched
 
 transformers = pytest.importorskip("transformers")
 
@@ -127,3 +129,18 @@ def test_capped_logits_are_refused():
         packed_head(model, some_batch()),
     ):
         pass
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    told, codes = launched("tests.head_ranks", tmp_path_factory.mktemp("ranks"), 2)
+    assert codes == [0, 0], told[0].get("no end", told[1].get("no end"))
+    return told
+
+
+@pytest.mark.parametrize("way", head_ranks.WAYS)
+def test_gradients_over_two_ranks_of_fsdp2(said, way):
+    """The head's weight is gathered for its module, and again for the backward."""
+    for rank in said:
+        assert len(rank[way]) >= 4
+        assert max(rank[way].values()) < 1e-6

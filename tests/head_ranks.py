@@ -1,0 +1,77 @@
+"""Two ranks of FSDP2 whose model has our head, for tests/host/test_packed_head.py."""
+
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+from qla_kernels import pack_shared_prompts
+from qla_kernels.integrations import transformers_dualkv
+from qla_kernels.integrations.packed_head import packed_head
+
+VOCABULARY = 40
+WAYS = ("kept", "gathered again", "tied", *(("adapters",) if find_spec("peft") else ()))
+
+
+def model_of(way: str) -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, tie_word_embeddings=way == "tied",
+    )  # fmt: skip
+    model = transformers.Qwen3ForCausalLM(config)
+    transformers_dualkv.prepare(model)
+    if way != "adapters":
+        return model
+    import peft
+
+    settings = {"r": 4, "target_modules": ["lm_head", "q_proj"], "init_lora_weights": False}
+    return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
+
+
+def bare(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def gradients(model: Any, rank: int) -> dict[str, Any]:
+    """Those of a rank's own batch, of which gloo makes the mean."""
+    draw = torch.Generator().manual_seed(rank)
+    ids = lambda n: torch.randint(VOCABULARY, (n,), generator=draw)  # noqa: E731
+    batch = pack_shared_prompts([ids(5)], [[ids(4 + rank), ids(1), ids(3)]])
+    with packed_head(bare(model), batch, temperature=0.7) as values:
+        logprobs, entropies = values(model(**batch.model_inputs()))
+    (logprobs.sum() + entropies.square().sum()).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def main(folder: Path, port: int, rank: int, world: int) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    said: dict[str, dict[str, float]] = {}
+    for way in WAYS:
+        wanted = [gradients(model_of(way), other) for other in range(world)]
+        model = model_of(way)
+        again = way != "kept"
+        for layer in bare(model).model.layers:
+            fully_shard(layer, reshard_after_forward=again)
+        fully_shard(model, reshard_after_forward=again)
+        got = gradients(model, rank)
+        said[way] = {}
+        for name in wanted[0]:
+            want = torch.stack([x[name] for x in wanted]).mean(0)
+            said[way][name] = float((got[name].full_tensor() - want).norm() / want.norm())
+    (folder / f"{rank}.json").write_text(json.dumps(said))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
