@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from qla_kernels.integrations import (
         fla,
+        megatron,
         sglang,
         transformers,
         transformers_dualkv,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "fla",
+    "megatron",
     "sglang",
     "transformers",
     "transformers_dualkv",
