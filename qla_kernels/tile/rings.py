@@ -21,26 +21,31 @@ def rings(plan: Schedule, slots: Mapping[str, int] | None = None) -> Any:
         slots: the slots of a ring whose consumers use them in turn, a `RingInTurns`; `plan.rings`
             has the number of its turns.
     """
+    if unknown := set(slots or ()) - set(plan.rings):
+        raise ValueError(
+            f"slots of {', '.join(sorted(unknown))}; the schedule has the rings "
+            f"{', '.join(plan.rings)}: name one of them"
+        )
     events: dict[str, list[str]] = {datum: [] for datum in plan.rings}
     for barrier in plan.barriers:
         datum, _, event = barrier.rpartition("_")
         events.setdefault(datum, []).append(event)
-    found = {}
+    by_datum = {}
     for datum, names in events.items():
         if sorted(names) == ["free", "full"]:
             full, free = _barrier(plan, f"{datum}_full"), _barrier(plan, f"{datum}_free")
             stages = plan.slots(f"{datum}_full")
             if slots and datum in slots:
-                found[datum] = RingInTurns(full, free, slots[datum], stages)
+                by_datum[datum] = RingInTurns(full, free, slots[datum], stages)
             else:
-                found[datum] = Ring(full, free, stages)
+                by_datum[datum] = Ring(full, free, stages)
         elif len(names) == 1:
-            found[datum] = _barrier(plan, f"{datum}_{names[0]}")
+            by_datum[datum] = _barrier(plan, f"{datum}_{names[0]}")
         else:
             names.sort(key=("full", "free").__contains__)
             barriers = [f"{datum}_{event}" for event in names]
-            found |= {barrier: _barrier(plan, barrier) for barrier in barriers}
-    return Record(**found)
+            by_datum |= {barrier: _barrier(plan, barrier) for barrier in barriers}
+    return Record(**by_datum)
 
 
 def _barrier(plan: Schedule, name: str) -> Any:

@@ -10,11 +10,11 @@ from qla_kernels.tile.schedule import Schedule
 
 def tiles(plan: Schedule) -> Any:
     """Returns a record with each tile of `plan.tiles`; a tile q is `s_q` in generated code."""
-    found = {
+    buffers = {
         name: named(f"s_{name}", T.alloc_shared(tile.shape, tile.dtype))
         for name, tile in plan.tiles.items()
     }
-    swizzled = [found[name] for name, tile in plan.tiles.items() if tile.swizzled]
+    swizzled = [buffers[name] for name, tile in plan.tiles.items() if tile.swizzled]
     if swizzled:
         T.annotate_layout({tile: make_full_bank_swizzled_layout(tile) for tile in swizzled})
-    return Record(**found)
+    return Record(**buffers)

@@ -72,6 +72,8 @@ def test_a_kernel_allocates_what_its_schedule_declares() -> None:
     assert (type(ring.k), ring.k.stages) == (Ring, 2)
     assert (type(ring.turn), ring.turn.slots, ring.turn.stages) == (RingInTurns, 3, 4)
     assert [x.name for x in (ring.tail, ring.x_free)] == ["tail_full", "x_free"]
+    with pytest.raises(ValueError, match="slots of kv; the schedule has the rings k, turn, tail"):
+        rings(PLAN, slots={"kv": 3})
     k, x, o = kernel.buffer_map.values()
     assert [str(stride) for stride in k.strides] == ["k_token", "1"]
     assert [str(stride) for stride in x.strides] == ["x_token", "x_column"]

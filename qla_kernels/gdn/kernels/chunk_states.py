@@ -88,7 +88,7 @@ def schedule(variant: Variant) -> Schedule:
     states, K, dtype = variant.states, variant.K, variant.dtype
     # As many slots as fit, because loads are slow if both chains run.
     slots = {"kva": 3, "gate": 4} if states == 2 else {"kva": 5, "gate": 6}
-    staged = [f"h{w}" for w in range(states)]
+    outputs = [f"h{w}" for w in range(states)]
     return Schedule(
         roles=(
             *(
@@ -105,17 +105,17 @@ def schedule(variant: Variant) -> Schedule:
             ),
             load_role(40, "k, v, A", "kva"),
             gate_role(40),
-            store_role(40, "h out", *staged),
+            store_role(40, "h out", *outputs),
             Role("spare", warps=1, regs=40, computes="fills the warpgroup"),
         ),
-        rings={**slots, "tail": 1, **dict.fromkeys(staged, 2)},
+        rings={**slots, "tail": 1, **dict.fromkeys(outputs, 2)},
         named=named_barriers(states),
         tiles={
             "k": Tile((slots["kva"], CHUNK, K), dtype),
             "v": Tile((slots["kva"], CHUNK, variant.tile_v), dtype, swizzled=True),
             "a": Tile((slots["kva"], CHUNK, CHUNK), dtype),
             "gate": Tile((slots["gate"], GATE_ROWS, CHUNK), "float32"),
-            **dict.fromkeys(staged, Tile((2, TILE, K), dtype, swizzled=True)),
+            **dict.fromkeys(outputs, Tile((2, TILE, K), dtype, swizzled=True)),
         },
     )
 
@@ -123,7 +123,7 @@ def schedule(variant: Variant) -> Schedule:
 @T.macro
 def state(w, variant, s, ring, turn, enters, leaves, item, every):
     """Walks a sequence's chunks; `enters` and `leaves` are the rows of its first and last state."""
-    K, dtype, kva, staged = variant.K, variant.dtype, ring.kva, f"h{w}"
+    K, dtype, kva, outputs = variant.K, variant.dtype, ring.kva, f"h{w}"
     num_chunks, n, hv, v0 = item.num_chunks, item.n, item.hv, item.v0
     r_s = T.alloc_fragment((TILE, K), "float32")  # S^T: stays here from first to last chunk
     r_s16 = T.alloc_fragment((TILE, K), dtype)
@@ -172,7 +172,7 @@ def state(w, variant, s, ring, turn, enters, leaves, item, every):
         T.wgmma_gemm(r_dn16, s.k[slot, :, :], r_s)  # 5
         give_turn(turn, w)
         if i == stored * every:
-            stage(r_s16, s[staged], ring[staged], stored, K)
+            stage(r_s16, s[f"h{w}"], ring[f"h{w}"], stored, K)
             stored += 1
         T.wait_wgmma(0)
         kva.release(i)
@@ -234,9 +234,9 @@ def build(variant: Variant):
                 elif tx < plan.end("gate"):
                     gate(g_cum, beta, s.gate, ring.gate, item, False, None)
                 elif tx < plan.end("store"):
-                    staged = [f"h{w}" for w in range(states)]
+                    outputs = [f"h{w}" for w in range(states)]
                     out = States(h, first_slot[item.n], item.hv, item.v0, K)
                     num_states = T.ceildiv(item.num_chunks, every)
-                    store(out, [s[h] for h in staged], [ring[h] for h in staged], num_states)
+                    store(out, [s[h] for h in outputs], [ring[h] for h in outputs], num_states)
 
     return chunk_states

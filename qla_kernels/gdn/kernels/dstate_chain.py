@@ -109,7 +109,7 @@ def schedule(variant: Variant) -> Schedule:
     state_regs, score_regs, load_regs = (192, 96, 32) if states == 2 else (240, 120, 40)
     # A fourth slot of rows, against late loads, is worth more than a second slot of P.
     slots = {"rows": 3, "gate": 4, "p": 2} if states == 2 else {"rows": 4, "gate": 4, "p": 1}
-    staged = [f"ds{w}" for w in range(states)]
+    outputs = [f"ds{w}" for w in range(states)]
     return Schedule(
         roles=(
             *(
@@ -127,10 +127,10 @@ def schedule(variant: Variant) -> Schedule:
             score_role(score_regs, "rows"),
             load_role(load_regs, "q, k, dO, A", "rows"),
             gate_role(load_regs, GATES),
-            store_role(load_regs, "dS out", *staged),
+            store_role(load_regs, "dS out", *outputs),
             Role("spare", warps=1, regs=load_regs, computes="fills the warpgroup"),
         ),
-        rings={**slots, "tail": 1, **dict.fromkeys(staged, 1)},
+        rings={**slots, "tail": 1, **dict.fromkeys(outputs, 1)},
         named=named_barriers(states),
         tiles={
             "k": Tile((slots["rows"], CHUNK, K), dtype),
@@ -139,7 +139,7 @@ def schedule(variant: Variant) -> Schedule:
             "a": Tile((slots["rows"], CHUNK, CHUNK), dtype),
             "p": Tile((slots["p"], CHUNK, CHUNK), dtype, swizzled=True),
             "gate": Tile((slots["gate"], GATE_ROWS, CHUNK), "float32"),
-            **dict.fromkeys(staged, Tile((1, TILE, K), dtype, swizzled=True)),
+            **dict.fromkeys(outputs, Tile((1, TILE, K), dtype, swizzled=True)),
         },
     )
 
@@ -334,18 +334,18 @@ def build(variant: Variant):
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if tx < plan.end("load"):
-                    loaded = [
+                    inputs = [
                         Rows(k, (item.kh,), s.k),
                         Rows(q, (item.kh,), s.q),
                         Rows(do, (item.hv, item.i_tile), s.do),
                         Rows(A, (item.hv,), s.a),
                     ]
-                    load(loaded, ring.rows, ring.tail, item, True)
+                    load(inputs, ring.rows, ring.tail, item, True)
                 elif tx < plan.end("gate"):
                     gate(g_cum, beta, s.gate, ring.gate, item, True, scale)
                 elif tx < plan.end("store"):
                     out = ChainGradients(dS, dv, tails, owner, first_chunk[item.n], item, held, K)
-                    staged = [f"ds{w}" for w in range(states)]
-                    store(out, [s[x] for x in staged], [ring[x] for x in staged], item.num_chunks)
+                    outputs = [f"ds{w}" for w in range(states)]
+                    store(out, [s[x] for x in outputs], [ring[x] for x in outputs], item.num_chunks)
 
     return dstate_chain

@@ -181,9 +181,7 @@ def schedule(variant: Variant) -> Schedule:
         roles=(
             *((solving_role, chain_role) if variant.first_state else (chain_role, solving_role)),
             load_role(
-                load_regs,
-                "q, k, v" + ", A" * (not variant.solves),
-                *("q", "k", "v", *given("a")),
+                load_regs, "q, k, v" + ", A" * (not variant.solves), "q", "k", "v", *given("a")
             ),
             gate_role(load_regs, GATES + "; g_cum out" * variant.solves),
             Role(
@@ -215,7 +213,7 @@ def schedule(variant: Variant) -> Schedule:
 def shared(variant: Variant, slots: Mapping[str, int]) -> dict[str, Tile]:
     """Returns the tiles of a CTA."""
     dtype = variant.dtype
-    found = {
+    smem = {
         "k": Tile((slots["k"], CHUNK, variant.K), dtype, swizzled=True),
         "q": Tile((slots["q"], CHUNK, variant.K), dtype, swizzled=True),
         "v": Tile((slots["v"], CHUNK, variant.tile_v), dtype, swizzled=True),
@@ -225,10 +223,10 @@ def shared(variant: Variant, slots: Mapping[str, int]) -> dict[str, Tile]:
         "o": Tile((slots["o"], CHUNK, TILE), dtype, swizzled=True),
     }
     if variant.solves:  # scratch
-        found["l"] = Tile((2, SCRATCH_BYTES // 4), "float32")
+        smem["l"] = Tile((2, SCRATCH_BYTES // 4), "float32")
     if variant.keeps:
-        found["next"] = Tile((variant.states, 3, WARPGROUP_THREADS), "int32")
-    return found
+        smem["next"] = Tile((variant.states, 3, WARPGROUP_THREADS), "int32")
+    return smem
 
 
 def build(variant: Variant):

@@ -96,7 +96,7 @@ def schedule(variant: Variant) -> Schedule:
             ),
         )
         waits, releases = (*waits, "a_full"), (*releases, "a_free")
-    found = {
+    smem = {
         "k": Tile((slots["rows"], CHUNK, variant.K), dtype),
         "v": Tile((slots["rows"], CHUNK, TILE), dtype, swizzled=True),
         "a": Tile((slots["a" if variant.solves else "rows"], CHUNK, CHUNK), dtype, swizzled=True),
@@ -104,7 +104,7 @@ def schedule(variant: Variant) -> Schedule:
         "sum": Tile((12 if variant.solves else 8,), "float32", align=1024),  # a number a warp
     }
     if variant.solves:
-        found["l"] = Tile((SCRATCH_BYTES // 4,), "float32")
+        smem["l"] = Tile((SCRATCH_BYTES // 4,), "float32")
     return Schedule(
         roles=(
             Role(
@@ -123,7 +123,7 @@ def schedule(variant: Variant) -> Schedule:
         ),
         rings=slots,
         named=named_barriers(states=1, solving=int(variant.solves)),
-        tiles=found,
+        tiles=smem,
         ctas_per_sm=1 if variant.solves else 2,
     )
 

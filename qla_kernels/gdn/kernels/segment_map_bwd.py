@@ -163,13 +163,13 @@ def build(variant: Variant):
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if tx < plan.end("load"):
-                    loaded = [
+                    inputs = [
                         Rows(k, (item.kh,), s.k),
                         Rows(q, (item.kh,), s.q),
                         Rows(do, (item.hv, item.i_tile), s.do),
                         Rows(A, (item.hv,), s.a),
                     ]
-                    load(loaded, ring.rows, ring.tail, item, True)
+                    load(inputs, ring.rows, ring.tail, item, True)
                 elif tx < plan.end("gate"):
                     gate(g_cum, beta, s.gate, ring.gate, item, True, scale)
 

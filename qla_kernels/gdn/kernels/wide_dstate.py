@@ -116,7 +116,7 @@ def slots(variant: Variant) -> dict[str, int]:
 def schedule(variant: Variant) -> Schedule:
     sizes, states, K, dtype = slots(variant), variant.states, variant.K, variant.dtype
     state_regs, score_regs, load_regs = (208, 64, 32) if variant.states == 2 else (240, 120, 40)
-    staged = [f"ds{w}" for w in range(states)]
+    outputs = [f"ds{w}" for w in range(states)]
     return Schedule(
         roles=(
             *(
@@ -134,7 +134,7 @@ def schedule(variant: Variant) -> Schedule:
             score_role(score_regs, "q", "k"),
             load_role(load_regs, "q, k, dO, A", "q", "k", "rows"),
             gate_role(load_regs, GATES),
-            store_role(load_regs, "dS, Y and dV out", *staged, "y"),
+            store_role(load_regs, "dS, Y and dV out", *outputs, "y"),
             Role("spare", warps=1, regs=load_regs, computes="fills the warpgroup"),
         ),
         rings=sizes,
@@ -147,7 +147,7 @@ def schedule(variant: Variant) -> Schedule:
             "p": Tile((sizes["p"], CHUNK, CHUNK), dtype, swizzled=True),
             "y": Tile((sizes["y"], CHUNK, TILE), dtype, swizzled=True),
             "dv": Tile((sizes["y"], CHUNK, TILE), dtype, swizzled=True),
-            **dict.fromkeys(staged, Tile((1, TILE, HALF), dtype, swizzled=True)),
+            **dict.fromkeys(outputs, Tile((1, TILE, HALF), dtype, swizzled=True)),
             "gate": Tile((sizes["gate"], GATE_ROWS, CHUNK), "float32"),
         },
     )
@@ -321,7 +321,7 @@ def build(variant: Variant):
                     gate(g_cum, beta, s.gate, ring.gate, item, True, scale)
                 elif tx < plan.end("store"):
                     out = ChunkGradients(dS, y, dv, s.dv, first_chunk[item.n], item, states)
-                    staged = [*(f"ds{w}" for w in range(states)), "y"]
-                    store(out, [s[x] for x in staged], [ring[x] for x in staged], item.num_chunks)
+                    outputs = [*(f"ds{w}" for w in range(states)), "y"]
+                    store(out, [s[x] for x in outputs], [ring[x] for x in outputs], item.num_chunks)
 
     return wide_dstate

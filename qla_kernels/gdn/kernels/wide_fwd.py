@@ -77,7 +77,7 @@ PASS_CONFIGS = CHAIN_PASSES
 
 
 def schedule(variant: Variant) -> Schedule:
-    dtype, loaded = variant.dtype, ("q", "k", "v", "a", "p")
+    dtype = variant.dtype
     slots = {"q": 2, "k": 2, "v": 2, "gate": 2, "a": 2, "p": 2, "o": variant.states, "tail": 5}
     return Schedule(
         roles=(
@@ -90,7 +90,7 @@ def schedule(variant: Variant) -> Schedule:
                 computes="S, W, V', O",
                 uses=("wgmma",),
             ),
-            load_role(24, "q, k, v, A, P", *loaded),
+            load_role(24, "q, k, v, A, P", "q", "k", "v", "a", "p"),
             load_role(24, "exponentials of gamma, beta", "gate", name="gates", tail=False),
             store_role(24, "O out", "o"),
             Role("padding", warps=1, regs=24, computes="zeros into rows of no sequence"),

@@ -84,19 +84,19 @@ PASS_CONFIGS = CHAIN_PASSES
 
 def schedule(variant: Variant) -> Schedule:
     states, dtype = variant.states, variant.dtype
-    staged = [f"h{w}" for w in range(states)]
+    outputs = [f"h{w}" for w in range(states)]
     slots = {"rows": 3, "gate": 4} if states == 2 else {"rows": 5, "gate": 4}  # as many as fit
-    slots |= dict.fromkeys((*staged, "vn"), 1 if states == 2 else 2)
-    found = {
+    slots |= dict.fromkeys((*outputs, "vn"), 1 if states == 2 else 2)
+    smem = {
         "k": Tile((slots["rows"], CHUNK, variant.K), dtype, swizzled=True),
         "v": Tile((slots["rows"], CHUNK, TILE), dtype, swizzled=True),
         "a": Tile((slots["rows"], CHUNK, CHUNK), dtype, swizzled=True),
         "vn": Tile((slots["vn"], CHUNK, TILE), dtype, swizzled=True),
     }
     if states == 2:
-        found["low"] = Tile((1, CHUNK, TILE), dtype)
-    found |= dict.fromkeys(staged, Tile((slots["h0"], TILE, HALF), dtype, swizzled=True))
-    found["gate"] = Tile((slots["gate"], GATE_ROWS, CHUNK), "float32")
+        smem["low"] = Tile((1, CHUNK, TILE), dtype)
+    smem |= dict.fromkeys(outputs, Tile((slots["h0"], TILE, HALF), dtype, swizzled=True))
+    smem["gate"] = Tile((slots["gate"], GATE_ROWS, CHUNK), "float32")
     return Schedule(
         roles=(
             *(
@@ -113,12 +113,12 @@ def schedule(variant: Variant) -> Schedule:
             ),
             load_role(40, "k, v, A", "rows"),
             gate_role(40),
-            store_role(40, "h and V' out", *staged, "vn"),
+            store_role(40, "h and V' out", *outputs, "vn"),
             Role("spare", warps=1, regs=40, computes="fills the warpgroup"),
         ),
         rings=slots,
         named={"meet": meeting(states)},
-        tiles=found,
+        tiles=smem,
     )
 
 
@@ -242,17 +242,17 @@ def build(variant: Variant):
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if tx < plan.end("load"):
-                    loaded = [
+                    inputs = [
                         Rows(k, (item.kh,), s.k),
                         Rows(v, (item.hv, item.i_tile), s.v),
                         Rows(A, (item.hv,), s.a),
                     ]
-                    load(loaded, ring.rows, ring.tail, item, False)
+                    load(inputs, ring.rows, ring.tail, item, False)
                 elif tx < plan.end("gate"):
                     gate(g_cum, beta, s.gate, ring.gate, item, False, None)
                 elif tx < plan.end("store"):
                     out = ChunkStates(h, vn, first_chunk[item.n], item, states)
-                    staged = [*(f"h{w}" for w in range(states)), "vn"]
-                    store(out, [s[x] for x in staged], [ring[x] for x in staged], item.num_chunks)
+                    outputs = [*(f"h{w}" for w in range(states)), "vn"]
+                    store(out, [s[x] for x in outputs], [ring[x] for x in outputs], item.num_chunks)
 
     return wide_states
