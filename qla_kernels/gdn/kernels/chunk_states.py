@@ -123,7 +123,7 @@ def schedule(variant: Variant) -> Schedule:
 @T.macro
 def state(w, variant, s, ring, turn, enters, leaves, item, every):
     """Walks a sequence's chunks; `enters` and `leaves` are the rows of its first and last state."""
-    K, dtype, kva, outputs = variant.K, variant.dtype, ring.kva, f"h{w}"
+    K, dtype, kva = variant.K, variant.dtype, ring.kva
     num_chunks, n, hv, v0 = item.num_chunks, item.n, item.hv, item.v0
     r_s = T.alloc_fragment((TILE, K), "float32")  # S^T: stays here from first to last chunk
     r_s16 = T.alloc_fragment((TILE, K), dtype)
