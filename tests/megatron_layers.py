@@ -20,7 +20,7 @@ from megatron.core.ssm.gated_delta_net import (
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
-from torch.nn.functional import conv1d, normalize, rms_norm, silu
+from torch.nn.functional import conv1d, rms_norm, silu
 
 from qla_kernels.integrations import megatron
 from tests.ranks import serve
@@ -62,7 +62,7 @@ def convolution(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, None]:
     """As fla.modules.convolution.causal_conv1d."""
-    assert activation == "silu" and initial_state is None and not output_final_state
+    assert (activation, initial_state, output_final_state) == ("silu", None, False)
 
     def of_sequence(x: Tensor) -> Tensor:
         W = weight.shape[1]
