@@ -2,28 +2,28 @@
 
 Per token t and channel, over the tokens of t's own node; z_t as in fwd:
     dz_t = dy_t act'(z_t)          dx_t = sum_j w_j dz_{t+j}     j = 0 .. W-1
-In a normalised head, with y_t = act(z_t), r = (sum y_t^2 + 1e-6)^-1/2 and sums over the head, dy_t
-is r d_t - r^3 (sum d_t y_t) y_t, where d_t is the gradient that comes in.
 and per CTA, over the tokens of its runs:
     sums = sum_t dz_t x[source(t, W-1-j)] for each j, then sum_t dz_t                   [W + 1]
-The same formula as for dx_t, at the W - 1 places before a node's first token, gives the parts of
-the gradients of its halo's tokens. In a tree, parts go to `parts` in fp32, and so do the dx of
-tokens that other nodes read; join_parts adds them. Tokens of no sequence get dx = 0.
+In a normalised head, with r = (sum act(z_t)^2 + 1e-6)^-1/2 and sums over the head, dy_t is replaced
+by r dy_t - r^3 (sum dy_t act(z_t)) act(z_t). The same formula as for dx_t, at the W - 1 places
+before a node's first token, gives the parts of the gradients of its halo's tokens. In a tree, parts
+go to `parts` in fp32, and so do the dx of tokens that other nodes read; join_parts adds them.
+Tokens of no sequence get dx = 0.
 
 Steps (numbers appear again in the code), for a warp, which owns 128 channels of a run of tokens:
     1 grad   find the run's first node
     2 grad   at the start of the run and of each node: the W - 1 rows of x before
     3 grad   load x and dy of the token 4 places ahead
-    4 grad   z once more, in a warp of heads y and two rows' sums; dz; add to the sums
+    4 grad   z once more; in a warp of heads both sums of a row; dz; add to the sums
     5 grad   dx of the token W - 1 places before, rounded once, out; or its part, in fp32
     6 grad   sums over the warps, through shared memory
 
 Bounded by memory: x and dy are read once and dx written once.
 Why this shape: as fwd. A warp walks W - 1 tokens past its run, or computes with dz = 0 past a
 node's end, so each token's gradient has one writer and no atomics are needed. Reading x again and
-computing z again costs less than reading a z that the forward saved; so do the norms. Sums stay in
-registers until the warp's run ends. dy may lie in three tensors, gradients of queries, keys and
-values, so that nobody puts them together.
+computing z again costs less than reading a z that the forward saved. So does computing the norms.
+Sums stay in registers until the warp's run ends. dy may lie in three tensors, the gradients of
+queries, keys and values, which then need not be put together.
 """
 
 from typing import Any, NamedTuple
@@ -373,7 +373,7 @@ def build(variant: Variant):
                 inner = piece - T.if_then_else(
                     piece < second, 0, T.if_then_else(piece < third, second, third)
                 )
-                dy = Sections((dy1, dy2, dy3), (step1, step2, step3), which, inner)
+                dy = Sections((dy1, dy2, dy3), which, inner)
                 nodes = Nodes(bounds, halo, length, num_nodes, in_tree)
                 of = Warp(s_sum, pair.id(warp // 2), head_lanes, reach, wide)
                 end_run = T.min(run + run_tokens, num_tokens)

@@ -9,7 +9,7 @@ Steps (numbers appear again in the code), for a warp, which owns 128 channels of
     1 conv   find the run's first node
     2 conv   at the start of the run and of each node: the W - 1 rows before
     3 conv   load the row of the token 6 places ahead
-    4 conv   z, y; in a warp of heads the norm, of three rows at a time; rounded once, out
+    4 conv   z, y; in a warp of heads the norms, of four rows at a time; rounded once, out
 
 Bounded by memory: x is read once and y written once.
 Why this shape: a thread has 4 channels. Their weights, biases and the last W - 1 rows stay in
@@ -18,8 +18,10 @@ are fp32, so each warp has 6 rows in flight at all times, and an SM 36 KB. Acces
 would double the registers, and halve the warps. Rows of a run are taken without a branch, in sixes,
 and its last ones one by one. A warp reads 256 adjacent bytes of a row, CTAs with neighbouring
 numbers the rest of it. Neighbouring runs read W - 1 rows twice; a run is as long as the number of
-CTAs allows. One kernel serves trees, packs and dense batches, and heads of any size beside other
-channels: their code is apart, so that the plain path is as if there was no norm.
+CTAs allows. One kernel serves trees, packs and dense batches, with and without heads.
+A head has one warp, a part of one, or two, so that its norm needs no memory; see conv/heads.py.
+Warps of heads have code of their own. There a row waits for its norm, so they load 4 rows ahead,
+and add up all four norms together.
 """
 
 from typing import NamedTuple

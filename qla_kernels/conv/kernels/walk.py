@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import qla_kernels.tile.language as T
-from qla_kernels.conv.kernels.numbers import load_piece, load_section, numbers
+from qla_kernels.conv.kernels.numbers import load_piece, load_section, numbers, store_piece
 from qla_kernels.conv.shapes import PIECE
 from qla_kernels.tile.bounds import clamped
 
@@ -29,7 +29,6 @@ class Sections(NamedTuple):
     """A gradient whose channels lie in three tensors, and the place of a thread's piece in them."""
 
     tensors: tuple[Any, Any, Any]  # [tokens, pieces of it, PIECE]
-    steps: tuple[Any, Any, Any]  # elements between their tokens
     which: Any  # tensor that has the piece
     piece: Any  # number of the piece there
 
@@ -80,7 +79,7 @@ def load_window(x, nodes, r_line, r_row, node, begin, first, piece, num_tokens):
         for e in T.unroll(PIECE):
             r_line[i, e] = 0
         if source >= 0:
-            load_piece(r_row[i, 0], x[source, piece, 0])
+            load_piece(r_row[i, 0], x, source, piece)
             for e in T.unroll(PIECE):
                 r_line[i, e] = r_row[i, e]
 
@@ -104,7 +103,7 @@ def load_row(x, r_row, u, token, last, piece):
     if isinstance(x, Sections):
         load_section(r_row[u, 0], x, row)
     else:
-        load_piece(r_row[u, 0], x[row, piece, 0])
+        load_piece(r_row[u, 0], x, row, piece)
 
 
 @T.macro
@@ -112,8 +111,7 @@ def put_row(y, r_y, token, piece):
     """Stores a thread's piece of a row."""
     row = T.alloc_var("int32")  # as in load_row
     row = token
-    for e in T.vectorized(PIECE):
-        y[row, piece, e] = r_y[e]
+    store_piece(y, r_y[0], row, piece)
 
 
 @T.macro
