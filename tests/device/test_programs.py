@@ -14,6 +14,7 @@ from qla_kernels import (
     chunk_gated_delta_rule,
     decode_gated_delta_net,
     fused_recurrent_gated_delta_rule,
+    gated_rms_norm,
     packed_decode_gated_delta_rule,
     prefill_gated_delta_rule,
     programs,
@@ -487,6 +488,25 @@ def test_convolution(
         bounds = torch.tensor([0, 5, 700, T], device=GPU, dtype=getattr(torch, packed))
     same_bits(step, monkeypatch)
     all_replayed("conv_fwd", "conv_bwd")
+
+
+@pytest.mark.parametrize("packed", ["", "int32", "int64"])
+def test_gated_norm(packed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, dy = torch.randn(2, 700, 4, 128, device=GPU, dtype=torch.bfloat16)
+    z = torch.randn(700, 600, device=GPU, dtype=torch.bfloat16)[:, 8:520].unflatten(1, (4, 128))
+    given = x, z, torch.randn(128, device=GPU)
+    bounds = None
+    if packed:
+        bounds = torch.tensor([0, 5, 690], device=GPU, dtype=getattr(torch, packed))
+
+    def step() -> tuple[Tensor, ...]:
+        leaves = [a.detach().requires_grad_() for a in given]
+        y = gated_rms_norm(*leaves, 1e-5, "sigmoid", bounds)
+        y.backward(dy)
+        return y.detach(), *(leaf.grad for leaf in leaves)
+
+    same_bits(step, monkeypatch)
+    all_replayed("gated_norm_fwd", "gated_norm_bwd")
 
 
 @torch.no_grad()

@@ -25,6 +25,7 @@ from qla_kernels import (
     chunk_gated_delta_rule,
     decode_gated_delta_net,
     device,
+    gated_rms_norm,
     jit,
     packed_decode_gated_delta_rule,
     programs,
@@ -54,6 +55,8 @@ from qla_kernels.gdn.tree import ops as tree_ops
 from qla_kernels.hybrid import delta_tables, shared_prefix_conv1d, shared_prefix_gated_delta_rule
 from qla_kernels.hybrid import step as hybrid_step
 from qla_kernels.native.pack import pack, texts
+from qla_kernels.norm import launch as norm_launch
+from qla_kernels.norm import ops as norm_ops
 from qla_kernels.programs import Programs
 from qla_kernels.sparse_ring import FixedVerticalSlash, build_index, ring, shard, sparse_attention
 from qla_kernels.sparse_ring import gradients as sparse_gradients
@@ -108,6 +111,8 @@ shard_ops.gdn_shard_fwd = shard_launch.gdn_shard_fwd
 shard_ops.gdn_shard_bwd = shard_launch.gdn_shard_bwd
 exchange.group_named = lambda _: SimpleNamespace(rank=lambda: 1)  # type: ignore[assignment, return-value]
 conv_ops.conv_fwd, conv_ops.conv_bwd = conv_launch.conv_fwd, conv_launch.conv_bwd
+norm_ops.gated_norm_fwd = norm_launch.gated_norm_fwd
+norm_ops.gated_norm_bwd = norm_launch.gated_norm_bwd
 conv_update.conv_update = hybrid_step.conv_update = conv_launch.conv_update
 packed.gdn_recurrent_slots = decode_launch.gdn_recurrent_slots
 packed.gdn_recurrent_norm = decode_launch.gdn_recurrent_norm
@@ -434,6 +439,21 @@ def convolution() -> None:
         )
     with torch.no_grad():
         _is_replayed(lambda: (causal_conv1d(x[0], weight),), tables[0])
+
+
+def gated_norm() -> None:
+    """With a gate that is a slice of a projection, and packed."""
+    x, weight = torch.zeros(300, 4, 128, dtype=torch.bfloat16), torch.zeros(128)
+    z = torch.zeros(300, 600, dtype=torch.bfloat16)[:, 8:520].unflatten(1, (4, 128))
+    tables = norm_ops._FORWARDS, norm_ops._BACKWARDS
+    for bounds in (None, torch.tensor([0, 7, 290]), torch.tensor([0, 7, 290], dtype=torch.int32)):
+
+        def run(*given: Tensor, bounds: Tensor | None = bounds) -> Tensor:
+            return gated_rms_norm(*given, 1e-5, "sigmoid", bounds)
+
+        assert len(_is_replayed(_step(run, x, z, weight), *tables)) == 3
+    with torch.no_grad():
+        _is_replayed(lambda: (gated_rms_norm(x, z, weight),), tables[0])
 
 
 def convolution_over_a_tree() -> None:
