@@ -39,6 +39,21 @@ def calls() -> dict[str, Call]:
     def tree_conv(x: Tensor, weight: Tensor) -> Tensor:
         return families.shared_prefix_conv1d(x, weight, None, layout)
 
+    def norm(*x: Tensor) -> Tensor:
+        return families.gated_rms_norm(*x)
+
+    def layer(mixed_qkv: Tensor, a: Tensor, b: Tensor, A_log: Tensor, *more: Tensor) -> Tensor:
+        weight, z, norm_weight = more
+        y, _ = families.gated_delta_net(
+            mixed_qkv, a, b, A_log, None, weight, key_heads=2, z=z, norm_weight=norm_weight
+        )
+        return y
+
+    half = {"dtype": torch.bfloat16}
+    gated = torch.zeros(2, 512, 4, 64, **half), torch.zeros(64)
+    whole = torch.zeros(1, 512, 512, **half), *torch.zeros(2, 1, 512, 4, **half), torch.zeros(4)
+    whole = *whole, torch.zeros(512, 4), torch.zeros(1, 512, 4, 64, **half), torch.zeros(64)
+
     def sparse(*x: Tensor) -> Any:
         return families.sparse_attention(*x, index=families.INDEX)
 
@@ -49,6 +64,10 @@ def calls() -> dict[str, Call]:
         "conv, both": families._step(conv, rows, weight),
         "conv of a tree, forward": lambda: tree_conv(rows, weight),
         "conv of a tree, both": families._step(tree_conv, rows, weight),
+        "norm, forward": lambda: norm(*gated[0], gated[1]),
+        "norm, both": families._step(norm, *gated[0], gated[1]),
+        "layer, forward": lambda: layer(*whole),
+        "layer, both": families._step(layer, *whole),
         "sparse, forward": lambda: sparse(q, k, v),
         "sparse, both": families._step(sparse, q, k, v),
     }
