@@ -74,14 +74,24 @@ class Qwen3(nn.Module):
         self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
         self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
-    def forward(
+    def hidden(
         self, ids: Tensor, positions: Tensor, rows: Tensor, layout: SharedLayout | None = None
     ) -> Tensor:
-        """Returns logits of some rows of packed tokens or, without a layout, of one sequence."""
+        """Returns what the head gets of some rows of packed tokens.
+
+        Without a layout, tokens are one sequence.
+        """
         x = self.embed(ids)
         for layer in self.layers:
             x = layer(x, positions, layout)
-        logits: Tensor = self.head(self.norm(x[rows]))
+        last: Tensor = self.norm(x[rows])
+        return last
+
+    def forward(
+        self, ids: Tensor, positions: Tensor, rows: Tensor, layout: SharedLayout | None = None
+    ) -> Tensor:
+        """Returns the logits of these rows."""
+        logits: Tensor = self.head(self.hidden(ids, positions, rows, layout))
         return logits
 
 
@@ -100,18 +110,29 @@ class TransformersQwen3(nn.Module):
         self.model = self.made(transformers, sizes)
         transformers_dualkv.prepare(self.model)
 
+    @property
+    def head(self) -> nn.Module:
+        head: nn.Module = self.model.get_output_embeddings()
+        return head
+
     def made(self, transformers: Any, sizes: dict[str, Any]) -> Any:
         return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
 
-    def forward(
+    def hidden(
         self, ids: Tensor, positions: Tensor, rows: Tensor, layout: SharedLayout | None = None
     ) -> Tensor:
         self.model.set_attn_implementation("eager" if layout is None else "shared_prefix")
         packed = {} if layout is None else {"shared_prefix": layout}
-        done = self.model(
-            ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows, **packed
+        done = self.model.base_model(
+            ids[None], position_ids=positions[None], use_cache=False, **packed
         )
-        logits: Tensor = done.logits[0]
+        last: Tensor = done.last_hidden_state[0][rows]
+        return last
+
+    def forward(
+        self, ids: Tensor, positions: Tensor, rows: Tensor, layout: SharedLayout | None = None
+    ) -> Tensor:
+        logits: Tensor = self.head(self.hidden(ids, positions, rows, layout))
         return logits
 
 
@@ -199,7 +220,7 @@ def usual_update(model: nn.Module, data: Rollouts) -> Update:
     return Update(logprobs.detach(), loss.detach(), gradients_of(model), tokens)
 
 
-def packed_update(model: nn.Module, data: Rollouts, max_tokens: int) -> Update:
+def packed_update(model: Any, data: Rollouts, max_tokens: int) -> Update:
     """Runs micro-batches of at most max_tokens packed tokens; their gradients add up."""
     lengths = [(len(p), [len(r) for r in rs]) for p, rs in zip(*data[:2], strict=True)]
     first = [sum(len(rs) for rs in data.responses[:g]) for g in range(len(lengths))]
@@ -210,8 +231,8 @@ def packed_update(model: nn.Module, data: Rollouts, max_tokens: int) -> Update:
             [data.prompts[g] for g, _ in pieces],
             [[data.responses[g][i] for i in chosen] for g, chosen in pieces],
         )
-        logits = model(batch.input_ids, batch.position_ids, batch.src_rows, batch.layout)
-        found = batch.to_padded(batch.gather_logprobs(logits), width=data.mask.shape[1])
+        hidden = model.hidden(batch.input_ids, batch.position_ids, batch.src_rows, batch.layout)
+        found = batch.to_padded(batch.logprobs(hidden, model.head), width=data.mask.shape[1])
         rows = torch.tensor([first[g] + i for g, chosen in pieces for i in chosen])
         part = loss_of(found, data, rows)
         part.backward()
