@@ -69,6 +69,72 @@ def verify_logprobs(d: Draw, x: Call, result: Any) -> None:
         close(name, got, want[name]._replace(swings=(swing,)), [inside(its)])
 
 
+def hidden_call(d: Draw) -> Call:
+    x = tree_call(d)
+    batch = qla_kernels.pack_prefix_tree(x["sequences"], loss_mask=x["loss_mask"])
+    dtype, vocabulary = d.choose("dtype", FLOATS), d.choose("columns", (4, 5, 70))
+    rows = len(batch.src_rows) if d.flag("rows of targets") else batch.num_tokens
+    width = d.choose("width", (1, 3, 16))
+    hidden = d.strided("hidden", d.normal("hidden", rows, width).to(dtype))
+    weight = d.choose("gain", (1, 10)) * d.normal("weight", vocabulary, width)
+    head = d.strided("weight", weight.to(dtype))
+    return {
+        "batch": batch,
+        "hidden": hidden.requires_grad_() if d.flag("gradient") else hidden,
+        "head": head.requires_grad_() if d.flag("gradient of weight") else head,
+        "temperature": d.choose("temperature", (1.0, 0.7, 2, 0.05)),
+        "softcap": d.choose("softcap", (None, 3.0)),
+        "entropy": d.flag("entropy"),
+    }
+
+
+def logprobs_of_hidden(batch: Any, **x: Any) -> Any:
+    return batch.logprobs(**x)
+
+
+def verify_hidden(d: Draw, x: Call, result: Any) -> None:
+    batch, its = x["batch"], x["hidden"].dtype
+    names = ("logprobs", "entropy") if x["entropy"] else ("logprobs",)
+    results = dict(zip(names, result if x["entropy"] else (result,), strict=True))
+    given = {name: x[name] for name in ("hidden", "head")}
+    upstream = {n: d.normal(f"d{n}", len(batch.targets)).to(r.dtype) for n, r in results.items()}
+    given |= {f"d{n}": g for n, g in upstream.items()}
+    leaves = [name for name in ("hidden", "head") if x[name].requires_grad]
+    if leaves:
+        of = [x[name] for name in leaves]
+        grads = torch.autograd.grad(list(results.values()), of, list(upstream.values()))
+        results |= {f"grad {name}": g for name, g in zip(leaves, grads, strict=True)}
+    keeps = batch.src_rows if len(x["hidden"]) == batch.num_tokens else slice(None)
+
+    def run(t: dict[str, Tensor]) -> dict[str, Tensor]:
+        for name in ("hidden", "head"):
+            t[name].requires_grad_()
+        z = t["hidden"][keeps] @ t["head"].T
+        if x["softcap"] is not None:
+            z = x["softcap"] * torch.tanh(z / x["softcap"])
+        found = dict(
+            zip(
+                ("logprobs", "entropy"),
+                definitions.logprobs(
+                    z, batch.src_inv.tolist(), batch.targets.tolist(), float(x["temperature"])
+                ),
+                strict=True,
+            )
+        )
+        loss = sum((found[n] * t[f"d{n}"]).sum() for n in names) + 0 * z.sum()
+        of = torch.autograd.grad(loss, [t["hidden"], t["head"]])
+        return found | {"grad hidden": of[0], "grad head": of[1]}
+
+    want = wanted(run, given)
+    for name, got in results.items():
+        assert got.dtype == (its if name.startswith("grad") else wide(its))
+        size = (x["hidden"].detach().double() @ x["head"].detach().double().T).abs()
+        # log p and e^(z - lse) have the absolute rounding of numbers as large as z
+        rough = 1 + (size.max().item() if size.numel() else 0) / float(x["temperature"])
+        swing = want[name].swings[0] + rough * max(1, got.numel()) ** 0.5
+        close(name, got, want[name]._replace(swings=(swing,)), [inside(its)])
+
+
 def plan_call(d: Draw) -> Call:
     groups = []
     for n in range(d.whole("groups", 0, 12)):
@@ -116,6 +182,9 @@ def verify_plan(d: Draw, x: Call, plan: Any) -> None:
 TARGETS = {
     "dualkv.gather_logprobs": Target(
         logprobs_call, gather_logprobs, verify_logprobs, ("SharedBatch",), given=("batch",)
+    ),
+    "dualkv.logprobs": Target(
+        hidden_call, logprobs_of_hidden, verify_hidden, ("SharedBatch",), given=("batch",)
     ),
     "dualkv.plan_microbatches": Target(
         plan_call, qla_kernels.plan_microbatches, verify_plan, ("plan_microbatches", "Piece")
