@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import (
@@ -98,6 +99,10 @@ def stand_in(put: Callable[[Any, str, Any], None] = setattr) -> None:
                 put(module, attribute, theirs[attribute])
 
 
+def submodules(out_norm: Any) -> GatedDeltaNetSubmodules:
+    return GatedDeltaNetSubmodules(ColumnParallelLinear, out_norm, RowParallelLinear)
+
+
 def layer(
     tp: Any = None,
     cp: Any = None,
@@ -115,9 +120,8 @@ def layer(
     options |= {"num_layers": 1, "num_attention_heads": 4, **SIZES, **more}
     options["tensor_model_parallel_size"] = groups.tp.size()
     options["context_parallel_size"] = groups.cp.size()
-    modules = GatedDeltaNetSubmodules(ColumnParallelLinear, out_norm, RowParallelLinear)
     made = kind(
-        TransformerConfig(**options), modules, 1, conv_bias=conv_bias,
+        TransformerConfig(**options), submodules(out_norm), 1, conv_bias=conv_bias,
         use_qk_l2norm=use_qk_l2norm, pg_collection=groups,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(1)
@@ -171,6 +175,7 @@ CASES: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {  # tp, cp,
 
 def results(rank: int) -> Iterator[tuple[str, Any]]:
     stand_in()
+    parallel_state._set_global_memory_buffer()  # of sequence parallelism
     for name, (tp, cp, options, call) in CASES.items():
         groups = [dist.new_group([*range(x, x + tp)]) for x in range(0, tp * cp, tp)]
         across = [dist.new_group([*range(x, tp * cp, tp)]) for x in range(tp)]
