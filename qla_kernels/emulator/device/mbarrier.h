@@ -14,6 +14,7 @@ struct MBarrier {
   long loaded = -1;     // the latest phase that a copy fills
   long seen = 0;        // phases that some wait has seen the end of
   uint32_t arrived[kMostWarpgroups] = {};  // time of a warpgroup's last arrival
+  Known told, tells;    // by arrivals; by those of phases that have ended
 
   void arrive();
   void expect(long count) { bytes += count; }
@@ -38,11 +39,11 @@ struct alignas(8) Barrier {
   void wait(int parity, emu::Where where = emu::Where::current());
   bool try_wait(int parity);
   bool test_wait(int parity) { return try_wait(parity); }
-  void arrive(emu::Where where = emu::Where::current());
+  void arrive();
   void expect_transaction(uint32_t bytes) { state("expect_transaction").expect(bytes); }
-  void arrive_and_expect_tx(uint32_t bytes, emu::Where where = emu::Where::current()) {
+  void arrive_and_expect_tx(uint32_t bytes) {
     expect_transaction(bytes);
-    arrive(where);
+    arrive();
   }
   emu::MBarrier& state(const char* operation);
 };
@@ -61,13 +62,10 @@ inline void mbarrier_wait(uint64_t& b, int parity, emu::Where where = emu::Where
 inline uint32_t mbarrier_try_wait(uint64_t& b, int parity) {
   return as_barrier(b).try_wait(parity);
 }
-inline void mbarrier_arrive(uint64_t& b, emu::Where where = emu::Where::current()) {
-  as_barrier(b).arrive(where);
-}
+inline void mbarrier_arrive(uint64_t& b) { as_barrier(b).arrive(); }
 inline void mbarrier_expect_tx(uint64_t& b, uint32_t n) { as_barrier(b).expect_transaction(n); }
-inline void mbarrier_arrive_expect_tx(uint64_t& b, uint32_t n,
-                                      emu::Where where = emu::Where::current()) {
-  as_barrier(b).arrive_and_expect_tx(n, where);
+inline void mbarrier_arrive_expect_tx(uint64_t& b, uint32_t n) {
+  as_barrier(b).arrive_and_expect_tx(n);
 }
 
 }  // namespace tl

@@ -52,11 +52,19 @@ struct Pending {
   std::function<void()> land;
 };
 
-// What an operation in flight reads: shared memory that may be written again once the mbarrier with
-// this number is complete.
-struct Guarded {
-  int guard = -1;  // -1: none
-  uint32_t shared = 0;
+// Of each warpgroup, how many of its products are known to be done: by a thread, which has waited for
+// them, or was told; and by what tells it, a barrier or a warp's meeting.
+struct Known {
+  uint32_t products[kMostWarpgroups] = {};
+  void join(const Known& other) {
+    for (int i = 0; i < kMostWarpgroups; ++i)
+      products[i] = products[i] > other.products[i] ? products[i] : other.products[i];
+  }
+  bool lacks(const Known& other) const {
+    bool any = false;
+    for (int i = 0; i < kMostWarpgroups; ++i) any |= products[i] < other.products[i];
+    return any;
+  }
 };
 
 // ---- threads ----
@@ -78,10 +86,10 @@ struct Thread {
 
   uint32_t fenced = 0;  // time of the last proxy fence
   int guard = -1;       // number of the mbarrier that it waited for last
+  Known known;
   Groups stores, cp_asyncs, wgmmas;
-  std::vector<std::pair<int, Guarded>> storing;  // TMA stores by their groups
   std::vector<long> wgmmas_committed;  // wgmma instructions issued up to the end of each open group
-  long wgmmas_issued = 0, wgmmas_waited = 0;
+  long wgmmas_issued = 0;
 };
 
 struct Meeting;       // warp.h

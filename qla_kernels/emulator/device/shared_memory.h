@@ -3,8 +3,11 @@
 //
 // Every 16 bytes have a note of the last write: build.py has g++ call __asan_store* before each
 // store of a kernel. The time is that of Block::clock, which fences, arrivals and issues move on.
-// The guard is the mbarrier that the writer waited for last: in a ring, it says that the slot is
-// free. A reader that signals it gives the slot away, and must be done with it.
+// The guard is the mbarrier that the writer waited for last: in a ring, the slot's `free`. Whoever
+// arrives at it gives the slot away.
+//
+// They also have a note of the last product of each warpgroup that reads them. Who writes to them
+// must know that it is done: see Known.
 #pragma once
 
 #include "scheduler.h"
@@ -24,6 +27,7 @@ struct SharedMemory {
   uint32_t dynamic_bytes;
   uint32_t static_bytes = 0;  // in use by the running block
   std::vector<Write> writes = {};  // of each 16 bytes, the last
+  std::vector<Known> reads = {};   // of each 16 bytes, products that have to be done before another
   uint8_t* dynamic() const { return begin + kStaticCapacity; }
   uint8_t* end() const { return dynamic() + dynamic_bytes; }
 };
@@ -35,11 +39,22 @@ struct SharedWindow {
 };
 extern thread_local SharedWindow shared_window;
 
-inline void note_write(const void* shared, size_t bytes, int thread, int guard) {
+// Who writes: a thread, or a copy that it has issued.
+struct Writer {
+  int thread, guard;
+  Known known;
+};
+
+[[noreturn]] void report_race(const Writer& writer, size_t piece);
+
+inline void note_write(const void* shared, size_t bytes, const Writer& writer, bool copy = false) {
   auto first = size_t(static_cast<const uint8_t*>(shared) - block->shared->begin);
   size_t last = (first + bytes - 1) / Write::kBytes;
-  for (size_t i = first / Write::kBytes; i <= last; ++i)
-    block->shared->writes[i] = {block->clock, int16_t(thread), int16_t(guard)};
+  auto thread = int16_t(copy ? Write::kCopy : writer.thread), guard = int16_t(writer.guard);
+  for (size_t i = first / Write::kBytes; i <= last; ++i) {
+    if (writer.known.lacks(block->shared->reads[i])) report_race(writer, i);
+    block->shared->writes[i] = {block->clock, thread, guard};
+  }
 }
 
 // Whether a thread wrote the 16 bytes that the async proxy is about to read, and no fence of it, or
@@ -55,14 +70,14 @@ inline bool overwritten(uint32_t shared, uint32_t issued) {
   return block->shared->writes[shared / Write::kBytes].time >= issued;
 }
 
-// What guards the 16 bytes; nothing if the running thread's warpgroup has given them away already,
-// so that they are not its own: it may read them, and ignore what it read.
-Guarded guarded(uint32_t shared);
+inline Writer this_thread() { return {current->index, current->guard, current->known}; }
+
+// Whether the 16 bytes are the running thread's warpgroup to read: they were written, and it has not
+// given them away since. It may read others, and ignore what it read.
+bool owned(uint32_t shared);
 
 std::string about_unfenced(const char* reader, const Where& where, uint32_t shared);
 std::string about_overwritten(const char* reader, const Where& where, uint32_t shared);
-std::string about_given_away(const std::string& reader, const Guarded& read, const Where& where,
-                             const char* wait);
 
 void* allocate_static_shared(size_t bytes, size_t alignment);
 

@@ -25,7 +25,6 @@ void bulk_store(void* global, const void* shared, uint32_t bytes);
 void bulk_store_add(float* global, const float* shared, uint32_t bytes);
 
 void wait_for_groups(Copy kind, Groups& groups, int in_flight);
-void check_stored(int guard, Where where);  // fails if a TMA store of this thread still reads it
 
 }  // namespace emu
 

@@ -17,6 +17,7 @@ struct Meeting {
   const char* kind;
   uint32_t mask;
   uint32_t present = 0;
+  Known told;
   std::array<Payload, kWarp> payloads;
 };
 

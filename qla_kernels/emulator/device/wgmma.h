@@ -2,8 +2,6 @@
 // only when a wait forces them to.
 #pragma once
 
-#include <array>
-
 #include "float16.h"
 #include "shared_memory.h"
 
@@ -50,11 +48,9 @@ struct Wgmma {
   WgmmaShape shape;
   uint64_t a = 0, b = 0;  // descriptors
   int issued = 0;         // threads that have issued it
-  int waited = 0;         // threads that have waited for it
   bool unfenced = false;  // then its numbers are NaN
   uint32_t time = 0;      // at which the last of them did
   Where where;
-  std::array<Guarded, 4> reads;  // the first and the last piece of each operand
   const uint32_t* a_registers[kWarpgroup];
   float* accumulators[kWarpgroup];
   bool accumulate[kWarpgroup];
@@ -65,6 +61,7 @@ struct WgmmaQueue {
   long first = 0;      // position of instructions.front() among all that were issued
   long requested = 0;  // instructions that some wait has asked for
   long done = 0;       // instructions that were carried out
+  std::vector<Where> lines;  // of all that were issued
   static constexpr int kLatest = -1;  // until nothing else can move
   int busy = 0;        // scheduler rounds until the requested ones are done
 };
@@ -73,7 +70,6 @@ void issue_wgmma(const WgmmaShape& shape, uint64_t a, const uint32_t* a_register
                  float* accumulators, bool accumulate, Where where);
 void commit_wgmmas();
 void wait_for_wgmmas(int in_flight, Where where);
-void check_done_with(int guard, Where where);  // fails if a product of this thread still reads it
 
 }  // namespace emu
 

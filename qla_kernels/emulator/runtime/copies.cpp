@@ -11,6 +11,7 @@ namespace {
 void note_load(Barrier& barrier) {
   MBarrier& state = barrier.state("load");
   state.loaded = std::max(state.loaded, state.phase);
+  state.told.join(current->known);
 }
 
 template <class Land>
@@ -20,9 +21,6 @@ void start_store(uint32_t shared, uint32_t bytes, Land land) {
     if (unfenced(i)) fail("%s", about_unfenced(reader, Where(), i).c_str());
   Groups& groups = current->stores;
   groups.last_used = groups.open;
-  if (bytes)
-    for (uint32_t piece : {shared, shared + bytes - Write::kBytes})
-      current->storing.push_back({groups.open, guarded(piece)});
   start(Copy::TmaStore, groups.open, [=, issued = ++block->clock] {
     for (uint32_t i = shared; i < shared + bytes; i += Write::kBytes)
       if (overwritten(i, issued)) fail("%s", about_overwritten(reader, Where(), i).c_str());
@@ -99,13 +97,13 @@ Box checked_box(const char* operation, const CUtensorMap& descriptor, const void
 
 void tma_load(const Box& box, Barrier& barrier) {
   note_load(barrier);
-  start(Copy::TmaLoad, 0, [box, &barrier, guard = current->guard] {
+  start(Copy::TmaLoad, 0, [box, &barrier, writer = this_thread()] {
     int fill = box.map->fill_nan ? 0xff : 0;
     visit_box(box, [&](const uint8_t* global, uint32_t shared, int bytes) {
       if (global) std::memcpy(shared_pointer(shared), global, bytes);
       else std::memset(shared_pointer(shared), fill, bytes);
     });
-    note_write(shared_pointer(box.shared), box_bytes(*box.map), Write::kCopy, guard);
+    note_write(shared_pointer(box.shared), box_bytes(*box.map), writer, true);
     barrier.state("load").complete(box_bytes(*box.map));
   });
 }
@@ -141,9 +139,9 @@ void tma_store_add(const Box& box) {
 void bulk_load(void* shared, const void* global, Barrier& barrier, uint32_t bytes) {
   check_bulk("bulk load", global, shared, bytes);
   note_load(barrier);
-  start(Copy::TmaLoad, 0, [=, &barrier, guard = current->guard] {
+  start(Copy::TmaLoad, 0, [=, &barrier, writer = this_thread()] {
     std::memcpy(shared, global, bytes);
-    note_write(shared, bytes, Write::kCopy, guard);
+    note_write(shared, bytes, writer, true);
     barrier.state("load").complete(bytes);
   });
 }
@@ -164,14 +162,6 @@ void wait_for_groups(Copy kind, Groups& groups, int in_flight) {
   int last = groups.open - 1 - in_flight;
   finish(current, kind, last);
   groups.last_waited = std::max(groups.last_waited, last);
-  if (kind == Copy::TmaStore)
-    std::erase_if(current->storing, [&](const auto& store) { return store.first <= last; });
-}
-
-void check_stored(int guard, Where where) {
-  for (const auto& [group, read] : current->storing)
-    if (read.guard == guard)
-      fail("%s", about_given_away("TMA store", read, where, "T.tma_store_wait").c_str());
 }
 
 void cp_async(void* shared, const void* global, int bytes, bool copy) {
@@ -179,8 +169,8 @@ void cp_async(void* shared, const void* global, int bytes, bool copy) {
     fail("cp.async: addresses must be multiples of its %d bytes", bytes);
   Groups& groups = current->cp_asyncs;
   groups.last_used = groups.open;
-  start(Copy::CpAsync, groups.open, [=, thread = current->index, guard = current->guard] {
-    note_write(shared, bytes, thread, guard);
+  start(Copy::CpAsync, groups.open, [=, writer = this_thread()] {
+    note_write(shared, bytes, writer);
     if (copy) std::memcpy(shared, global, bytes);
     else std::memset(shared, 0, bytes);
   });

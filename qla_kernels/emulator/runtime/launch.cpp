@@ -131,6 +131,7 @@ void run_blocks(const Kernel& kernel, dim3 grid, dim3 shape, uint32_t shared_byt
     std::memset(shared.begin, options.seed % 2 ? 0 : 0xff, size);
     shared.static_bytes = 0;
     shared.writes.assign(size / Write::kBytes + 1, {});
+    shared.reads.assign(size / Write::kBytes + 1, {});
     shared_window = {shared.begin, size};
     Block block(index, grid, shape, schedule_of(options.seed + i), options.seed + i);
     block.shared = &shared;

@@ -255,12 +255,20 @@ std::string about_overwritten(const char* reader, const Where& where, uint32_t s
                 place(shared).c_str(), writer.c_str());
 }
 
-std::string about_given_away(const std::string& reader, const Guarded& read, const Where& where,
-                             const char* wait) {
-  return format("arrives at %s%s while its %s still reads %s, which is written again once that "
-                "barrier is complete: arrive, or release the slot, behind %s",
-                block->mbarriers[read.guard].name.c_str(), at(where).c_str(), reader.c_str(),
-                place(read.shared).c_str(), wait);
+void report_race(const Writer& writer, size_t piece) {
+  const Known& reads = block->shared->reads[piece];
+  int group = 0;
+  while (writer.known.products[group] >= reads.products[group]) ++group;
+  const WgmmaQueue& queue = block->warpgroups[group];
+  std::string guard =
+      writer.guard < 0 ? "it has waited for no mbarrier"
+                       : format("the mbarrier that it waited for last, %s, does not say so",
+                                block->mbarriers[writer.guard].name.c_str());
+  fail("writes to %s, where a wgmma of threads %d..%d%s may still read: %s. Arrive, or release the "
+       "slot, behind T.wait_wgmma; wait for the slot before it is written",
+       place(uint32_t(piece) * Write::kBytes).c_str(), group * kWarpgroup,
+       (group + 1) * kWarpgroup - 1, at(queue.lines[reads.products[group] - 1]).c_str(),
+       guard.c_str());
 }
 
 void* allocate_static_shared(size_t bytes, size_t alignment) {
@@ -279,7 +287,7 @@ void* allocate_static_shared(size_t bytes, size_t alignment) {
 #define EMU_STORE(N)                                                          \
   extern "C" void __asan_store##N##_noabort(const uint8_t* to) {          \
     if (size_t(to - emu::shared_window.begin) < emu::shared_window.bytes)     \
-      emu::note_write(to, N, emu::current->index, emu::current->guard);       \
+      emu::note_write(to, N, emu::this_thread());                             \
   }
 EMU_STORE(1)
 EMU_STORE(2)
@@ -289,7 +297,7 @@ EMU_STORE(16)
 #undef EMU_STORE
 extern "C" void __asan_storeN_noabort(const uint8_t* to, size_t bytes) {
   if (bytes && size_t(to - emu::shared_window.begin) < emu::shared_window.bytes)
-    emu::note_write(to, bytes, emu::current->index, emu::current->guard);
+    emu::note_write(to, bytes, emu::this_thread());
 }
 extern "C" void __asan_handle_no_return() {}
 extern "C" void __asan_before_dynamic_init(const char*) {}

@@ -2,9 +2,7 @@
 #include "../device/mbarrier.h"
 #include "../device/named_barrier.h"
 #include "../device/shared_memory.h"
-#include "../device/tma.h"
 #include "../device/warp.h"
-#include "../device/wgmma.h"
 #include "launch.h"
 
 // ---- mbarriers ----
@@ -15,6 +13,7 @@ void MBarrier::end_phase_if_complete() {
   if (missing || bytes) return;
   ++phase;
   missing = expected;
+  tells = told;
 }
 
 void MBarrier::arrive() {
@@ -46,11 +45,16 @@ void name_mbarriers(const char* name, const void* first, int count) {
                       count == 1 ? std::string(name) : format("%s[%d]", name, i));
 }
 
-Guarded guarded(uint32_t shared) {
+static void saw(MBarrier& barrier, uint64_t number) {
+  barrier.seen = std::max(barrier.seen, barrier.phase);
+  current->guard = int(number);
+  current->known.join(barrier.tells);
+}
+
+bool owned(uint32_t shared) {
   const Write& write = block->shared->writes[shared / Write::kBytes];
-  if (write.guard < 0) return {};
-  bool given = block->mbarriers[write.guard].arrived[current->index / kWarpgroup] > write.time;
-  return {given ? -1 : write.guard, shared};
+  if (!write.time || write.guard < 0) return write.time;
+  return block->mbarriers[write.guard].arrived[current->index / kWarpgroup] <= write.time;
 }
 
 }  // namespace emu
@@ -74,11 +78,10 @@ emu::MBarrier& Barrier::state(const char* operation) {
   return barriers[word];
 }
 
-void Barrier::arrive(emu::Where where) {
+void Barrier::arrive() {
   emu::MBarrier& barrier = state("arrive");
-  emu::check_done_with(int(word), where);
-  emu::check_stored(int(word), where);
   barrier.arrived[emu::current->index / emu::kWarpgroup] = ++emu::block->clock;
+  barrier.told.join(emu::current->known);
   barrier.arrive();
 }
 
@@ -86,16 +89,14 @@ void Barrier::wait(int parity, emu::Where where) {
   emu::MBarrier& barrier = state("wait");
   emu::wait_until([&] { return barrier.passed(parity); },
                   [&] { return "waiting for " + barrier.describe(parity) + emu::at(where); });
-  barrier.seen = std::max(barrier.seen, barrier.phase);
-  emu::current->guard = int(word);
+  emu::saw(barrier, word);
 }
 
 bool Barrier::try_wait(int parity) {
   emu::MBarrier& barrier = state("try_wait");
   if (!barrier.passed(parity)) emu::suspend();  // let the others move: callers poll
   if (!barrier.passed(parity)) return false;
-  barrier.seen = std::max(barrier.seen, barrier.phase);
-  emu::current->guard = int(word);
+  emu::saw(barrier, word);
   return true;
 }
 
@@ -146,12 +147,14 @@ void named_barrier(int id, int count, bool wait, Where where) {
   barrier.count = count;
   barrier.present[thread] = true;
   barrier.warps |= 1u << thread / kWarp;
+  barrier.told.join(current->known);
   long phase = barrier.phase;
   if (++barrier.arrived == count) {
     check_use(barrier, id, at(where));
     barrier.present.assign(block->size(), false);
     barrier.arrived = 0;
     barrier.warps = 0;
+    barrier.tells = barrier.told;
     ++barrier.phase;
   }
   if (!wait) return;
@@ -160,6 +163,7 @@ void named_barrier(int id, int count, bool wait, Where where) {
                return format("waiting at named barrier %d: %d of %d threads are there", id,
                              barrier.arrived, barrier.count) + at(where);
              });
+  current->known.join(barrier.tells);
 }
 
 // ---- warp meetings ----
@@ -178,7 +182,7 @@ std::shared_ptr<const Meeting> meet(const char* kind, uint32_t mask, const Paylo
   for (auto& candidate : open)
     if (candidate->mask == mask && !(candidate->present & me)) meeting = candidate;
   if (!meeting) {
-    meeting = std::make_shared<Meeting>(Meeting{kind, mask, 0, {}});
+    meeting = std::make_shared<Meeting>(Meeting{kind, mask, 0, {}, {}});
     open.push_back(meeting);
   }
   if (meeting->kind != kind && std::string(meeting->kind) != kind)
@@ -187,12 +191,14 @@ std::shared_ptr<const Meeting> meet(const char* kind, uint32_t mask, const Paylo
 
   meeting->payloads[lane()] = mine;
   meeting->present |= me;
+  meeting->told.join(current->known);
   if (meeting->present == mask) std::erase(open, meeting);
   wait_until([&] { return meeting->present == mask; },
              [&] {
                return format("waiting in %s for lanes %08x of the warp", kind,
                              mask & ~meeting->present) + at(where);
              });
+  current->known.join(meeting->told);
   return meeting;
 }
 

@@ -105,25 +105,9 @@ void execute(const Wgmma& w) {
 
 WgmmaQueue& my_queue() { return block->warpgroups[current->index / kWarpgroup]; }
 
-std::array<Guarded, 4> guarded_operands(const Wgmma& w) {
-  const WgmmaShape& shape = w.shape;
-  auto at = [](uint64_t descriptor, bool mn_major, tl::DataType type, int mn, int k) {
-    return guarded(element_address(descriptor, mn_major, bytes_of(type), mn, k));
-  };
-  std::array<Guarded, 4> reads = {at(w.b, shape.b_mn_major, shape.b, 0, 0),
-                                  at(w.b, shape.b_mn_major, shape.b, shape.n - 1, shape.k - 1)};
-  if (shape.a_in_registers) return reads;
-  reads[2] = at(w.a, shape.a_mn_major, shape.a, 0, 0);
-  reads[3] = at(w.a, shape.a_mn_major, shape.a, kRows - 1, shape.k - 1);
-  return reads;
-}
-
-// Instructions that every thread of the warpgroup has issued and waited past are forgotten.
+// Instructions that every thread of the warpgroup has issued and some wait has covered are forgotten.
 void drop_finished(WgmmaQueue& queue) {
-  while (!queue.instructions.empty() && queue.instructions.front().waited == kWarpgroup) {
-    queue.instructions.pop_front();
-    ++queue.first;
-  }
+  for (; queue.first < queue.done; ++queue.first) queue.instructions.pop_front();
 }
 
 }  // namespace
@@ -144,18 +128,20 @@ void issue_wgmma(const WgmmaShape& shape, uint64_t a, const uint32_t* a_register
   w.a_registers[t] = a_registers;
   w.accumulators[t] = accumulators;
   w.accumulate[t] = accumulate;
-  if (!w.issued) {
+  if (!w.issued) {  // the first of them: another may signal that it is done before the last issues
     w.where = where;
-    w.reads = guarded_operands(w);
-  }
-  if (++w.issued == kWarpgroup) {
-    w.time = ++block->clock;
+    queue.lines.push_back(where);
     visit_operands(w, [&](uint32_t address) {
+      if (owned(address)) {
+        Known& reads = block->shared->reads[address / Write::kBytes];
+        reads.products[current->index / kWarpgroup] = uint32_t(queue.lines.size());
+      }
       if (!unfenced(address)) return;
       note(about_unfenced("wgmma", where, address));
       w.unfenced = true;
     });
   }
+  if (++w.issued == kWarpgroup) w.time = ++block->clock;
   current->wgmmas.last_used = current->wgmmas.open;
 }
 
@@ -190,20 +176,9 @@ void wait_for_wgmmas(int in_flight, Where where) {
              [&] { return "waiting for wgmma" + at(where); });
   for (; queue.done < needed; ++queue.done)
     execute(queue.instructions[queue.done - queue.first]);
-  for (long& i = current->wgmmas_waited; i < needed; ++i)
-    ++queue.instructions[i - queue.first].waited;
+  uint32_t& known = current->known.products[current->index / kWarpgroup];
+  known = std::max(known, uint32_t(needed));
   drop_finished(queue);
-}
-
-void check_done_with(int guard, Where where) {
-  if (current->wgmmas_waited == current->wgmmas_issued) return;
-  WgmmaQueue& queue = my_queue();
-  for (long i = current->wgmmas_waited; i < current->wgmmas_issued; ++i) {
-    const Wgmma& w = queue.instructions[i - queue.first];
-    for (const Guarded& read : w.reads)
-      if (read.guard == guard)
-        fail("%s", about_given_away("wgmma" + at(w.where), read, where, "T.wait_wgmma").c_str());
-  }
 }
 
 }  // namespace emu
