@@ -26,7 +26,7 @@ from qla_kernels.errors import Unsupported, need
 ROOT = Path(__file__).resolve().parents[1]
 EMULATED = ROOT / "tests" / "emulated"
 NO_TESTS = 5  # pytest's exit status when nothing was selected
-BUDGET = 100  # seconds of emulated tests
+BUDGET = 100  # CPU seconds of emulated tests
 LAUNCH = "30"  # CPU seconds that an emulated launch may take: an endless loop is a mistake to show
 
 
@@ -44,26 +44,27 @@ class Outcome(NamedTuple):
 def check(kernel: str, variant: str, budget: float = BUDGET) -> list[Outcome]:
     """Runs inspection, emulated tests and self-test at the same time; returns their outcomes.
 
-    `variant` is an id, or "" for all variants; `budget` is the seconds of emulated tests.
+    `variant` is an id, or "" for all variants; `budget` is the CPU seconds of emulated tests.
     """
-    options = ["-qx", "--tb=short", "-rfE", "-p", "no:cacheprovider", f"--budget={budget:g}"]
-    pytest = [sys.executable, "-m", "pytest", *options, str(EMULATED)]
-    wanted = [f"--kernel={kernel}", *([f"--variant={variant}"] if variant else [])]
     inspect = [sys.executable, "-m", "qla_kernels", "inspect", kernel, "--exact", variant]
     selftest = [sys.executable, "-m", "qla_kernels", "selftest", kernel, variant]
     with ThreadPoolExecutor() as pool:
         outcomes = [
             pool.submit(_ran, f"inspect {kernel} {variant}".strip(), inspect),
-            pool.submit(_emulated, f"pytest tests/emulated {' '.join(wanted)}", pytest + wanted),
+            pool.submit(emulated, kernel, variant, budget),
             pool.submit(_on_a_gpu, f"selftest {kernel} {variant}".strip(), selftest),
         ]
         return [outcome.result() for outcome in outcomes]
 
 
-def _emulated(what: str, command: list[str]) -> Outcome:
+def emulated(kernel: str, variant: str, budget: float = BUDGET) -> Outcome:
+    """Runs the emulated tests alone."""
+    wanted = [f"--kernel={kernel}", *([f"--variant={variant}"] if variant else [])]
+    what = f"pytest tests/emulated {' '.join(wanted)}"
     if not EMULATED.exists():
         return Outcome(what, None, 0, f"no {EMULATED}: clone the repository to run them")
-    outcome = _ran(what, command)
+    options = ["-qx", "--tb=short", "-rfE", "-p", "no:cacheprovider", f"--budget={budget:g}"]
+    outcome = _ran(what, [sys.executable, "-m", "pytest", *options, str(EMULATED), *wanted])
     if left := re.findall(r"^LEFT OUT (.*)$", outcome.said, re.MULTILINE):
         outcome = outcome._replace(what=f"{what}, {len(left)} tests left out")
     if outcome.status == NO_TESTS:
@@ -108,7 +109,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("kernel", help="family.kernel")
     parser.add_argument("--variant", default="", metavar="ID", help="default: the first one")
     parser.add_argument("--all", action="store_true", help="every variant")
-    said = f"of emulated tests; default: {BUDGET}"
+    said = f"of CPU time of emulated tests; default: {BUDGET}"
     parser.add_argument("--budget", type=float, default=BUDGET, metavar="SECONDS", help=said)
     options = parser.parse_args(arguments)
     try:
