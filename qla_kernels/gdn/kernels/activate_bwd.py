@@ -151,7 +151,7 @@ def build(variant: Variant):
     plan = schedule(variant)
     batch, num_tokens, num_heads, num_blocks = T.dynamic("batch, num_tokens, num_heads, num_blocks")
     g_row, beta_row, A_row, bias_row = T.dynamic("g_row, beta_row, A_row, bias_row")
-    dg_row, dbeta_row = T.dynamic("dg_row, dbeta_row")
+    dg_token, dbeta_token = T.dynamic("dg_token, dbeta_token")
 
     @T.prim_func
     def activate_bwd(
@@ -162,8 +162,8 @@ def build(variant: Variant):
         dt_bias: raw_type("bias", bias_row),
         dg: T.Tensor((batch, num_tokens, num_heads), variant.dtype),
         dbeta: T.Tensor((batch, num_tokens, num_heads), variant.dtype),
-        dg_out: T.Tensor((batch, num_tokens, dg_row), "uint8"),
-        dbeta_out: T.Tensor((batch, num_tokens, dbeta_row), "uint8"),
+        dg_out: T.Tensor((batch, num_tokens, dg_token), "uint8"),
+        dbeta_out: T.Tensor((batch, num_tokens, dbeta_token), "uint8"),
         sums: T.Tensor((num_blocks, 2, num_heads), "float32"),
         end: T.Tensor((1,), "int32"),  # tokens that belong to a sequence, if `packed`
         # bytes from a head to the next
