@@ -18,8 +18,9 @@ import torch
 import qla_kernels.tile.language as T
 from qla_kernels.emulator import Case
 from qla_kernels.tile.named_barriers import NamedBarrier
-from qla_kernels.tile.ring import Ring
-from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Role, Schedule
+from qla_kernels.tile.rings import rings
+from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Role, Schedule, Tile
+from qla_kernels.tile.tiles import tiles
 
 TILE = 64
 
@@ -36,15 +37,15 @@ PASS_CONFIGS = {
 
 
 def schedule(variant: Variant) -> Schedule:
-    rings = {"tiles": 4}
+    slots = 4
     return Schedule(
         roles=(
             Role(
                 "multiply",
                 warps=4,
                 regs=160,
-                waits=("tiles_full",),
-                signals=("tiles_free",),
+                waits=("ab_full",),
+                signals=("ab_free",),
                 computes="C",
                 uses=("wgmma", "tma_store"),
             ),
@@ -52,57 +53,57 @@ def schedule(variant: Variant) -> Schedule:
                 "load",
                 warps=1,
                 regs=40,
-                waits=("tiles_free",),
-                signals=("tiles_full",),
+                waits=("ab_free",),
+                signals=("ab_full",),
                 computes="tiles of A and B",
                 uses=("tma_load",),
             ),
             Role("padding", warps=3, regs=40, computes="nothing: fills up the warpgroup"),
         ),
-        rings=rings,
+        rings={"ab": slots},
         named={"staged": Named(WARPGROUP_THREADS)},
-        # A and B; C; barriers and alignment
-        smem_bytes=(2 * rings["tiles"] + 1) * TILE * TILE * 2 + 1024,
+        tiles={
+            "a": Tile((slots, TILE, TILE), variant.dtype),
+            "b": Tile((slots, TILE, TILE), variant.dtype),
+            "c": Tile((TILE, TILE), variant.dtype),
+        },
     )
 
 
 @T.macro
-def fetch(x, row, k, shared, tiles, i):
-    T.tma_copy(
-        x[row : row + TILE, k : k + TILE], shared[tiles.slot(i), :, :], barrier=tiles.barrier(i)
-    )
+def fetch(x, row, k, shared, ab, i):
+    T.tma_copy(x[row : row + TILE, k : k + TILE], shared[ab.slot(i), :, :], barrier=ab.barrier(i))
 
 
 @T.macro
-def load(a, b, s_a, s_b, tiles, steps, row, column):
+def load(a, b, s, ab, steps, row, column):
     for i in T.serial(steps):
-        tiles.acquire(i)
-        fetch(a, row, i * TILE, s_a, tiles, i)  # 1
-        fetch(b, column, i * TILE, s_b, tiles, i)
-        tiles.commit(i)
+        ab.acquire(i)
+        fetch(a, row, i * TILE, s.a, ab, i)  # 1
+        fetch(b, column, i * TILE, s.b, ab, i)
+        ab.commit(i)
 
 
 @T.macro
-def multiply(c, s_a, s_b, s_c, tiles, steps, row, column, staged):
+def multiply(c, s, ab, steps, row, column, staged):
     r_c = T.alloc_fragment((TILE, TILE), "float32")
     T.clear(r_c)
     for i in T.serial(steps):
-        tiles.wait(i)
-        slot = tiles.slot(i)
-        T.wgmma_gemm(s_a[slot, :, :], s_b[slot, :, :], r_c, transpose_B=True)  # 2
+        ab.wait(i)
+        slot = ab.slot(i)
+        T.wgmma_gemm(s.a[slot, :, :], s.b[slot, :, :], r_c, transpose_B=True)  # 2
         T.wait_wgmma(0)  # the products read the slot until here
-        tiles.release(i)
-    T.copy(r_c, s_c)
-    T.fence_proxy_async()  # s_c: written by threads, read by TMA
+        ab.release(i)
+    T.copy(r_c, s.c)
+    T.fence_proxy_async()  # s.c: written by threads, read by TMA
     staged.sync()
     if T.get_thread_binding() < 32:
-        T.tma_copy(s_c, c[row : row + TILE, column : column + TILE])  # 3
+        T.tma_copy(s.c, c[row : row + TILE, column : column + TILE])  # 3
         T.tma_store_wait(0)
 
 
 def build(variant: Variant):
     plan = schedule(variant)
-    slots = plan.rings["tiles"]
     m, n, k = T.dynamic("m, n, k")
 
     @T.prim_func
@@ -112,22 +113,17 @@ def build(variant: Variant):
         c: T.Tensor((m, n), variant.dtype),
     ):
         with T.Kernel(T.ceildiv(n, TILE), T.ceildiv(m, TILE), threads=plan.threads) as (bx, by):
-            s_a = T.alloc_shared((slots, TILE, TILE), variant.dtype)
-            s_b = T.alloc_shared((slots, TILE, TILE), variant.dtype)
-            s_c = T.alloc_shared((TILE, TILE), variant.dtype)
-            tiles_full = T.alloc_barrier([plan.arrivals("tiles_full")] * slots)
-            tiles_free = T.alloc_barrier([plan.arrivals("tiles_free")] * slots)
-            tiles = Ring(tiles_full, tiles_free, slots)
+            s, ring = tiles(plan), rings(plan)
             steps = T.ceildiv(k, TILE)
             tx = T.get_thread_binding()
             if tx < plan.end("multiply"):
                 T.set_max_nreg(plan.role("multiply").regs, 1)
                 staged = NamedBarrier(plan, "staged")
-                multiply(c, s_a, s_b, s_c, tiles, steps, by * TILE, bx * TILE, staged)
+                multiply(c, s, ring.ab, steps, by * TILE, bx * TILE, staged)
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if tx < plan.end("load"):
-                    load(a, b, s_a, s_b, tiles, steps, by * TILE, bx * TILE)
+                    load(a, b, s, ring.ab, steps, by * TILE, bx * TILE)
 
     return own_kernel
 

@@ -14,7 +14,7 @@ from qla_kernels.emulator.command import main
 from tests.compare import assert_close
 
 FILE, ROWS = Path(own_kernel.__file__), Path(own_row_kernel.__file__)
-RELEASE = "        tiles.release(i)\n"
+RELEASE = "        ab.release(i)\n"
 WAIT = "        T.wait_wgmma(0)  # the products read the slot until here\n"
 
 
@@ -51,7 +51,7 @@ def test_an_ordinary_kernel_of_tilelang(capsys):
 
 def test_a_slot_that_is_never_given_back_is_a_deadlock(tmp_path, capsys):
     assert main([edited(tmp_path, RELEASE, ""), "--variant", "bf16"]) == 1
-    said = "deadlock: no thread can move(.|\n)*waiting for tiles_free.0.*needs 128 of 128 arrivals"
+    said = "deadlock: no thread can move(.|\n)*waiting for ab_free.0.*needs 128 of 128 arrivals"
     assert re.match(f"WRONG own_kernel-bf16, seed 0: .*{said}", capsys.readouterr().out)
 
 
@@ -61,7 +61,7 @@ def test_a_slot_that_is_given_back_too_early_is_reported(tmp_path, capsys):
     said = (
         r"WRONG own_kernel-bf16, seed 0: .*, copy by thread \d+: writes to byte \d+ of .*, where a"
         r" wgmma of threads 0..127 \S+ may still read: the mbarrier that it waited for last,"
-        r" tiles_free\[0\], does not say so. Arrive, or release the slot, behind T.wait_wgmma;"
+        r" ab_free\[0\], does not say so. Arrive, or release the slot, behind T.wait_wgmma;"
         r"(?s:.*)roles: multiply 0..127, load 128..159, padding"
     )
     assert re.match(said, capsys.readouterr().out)
@@ -71,7 +71,7 @@ def test_a_slot_that_is_given_back_too_early_is_reported(tmp_path, capsys):
     ("old", "new", "moves"),
     [
         ("    staged.sync()\n", "", True),
-        ("s_c, c[row : row + TILE,", "s_c[0:48, :], c[row : row + 48,", False),
+        ("s.c, c[row : row + TILE,", "s.c[0:48, :], c[row : row + 48,", False),
     ],
 )
 def test_nan_that_was_read_too_early_moves(tmp_path, capsys, monkeypatch, old, new, moves):

@@ -11,9 +11,9 @@ from qla_kernels.kernel_file import kernel_of
 ROOT = Path(__file__).resolve().parents[2]
 LINES = 10
 MISTAKES = {
-    "a method": ("tiles.release(i)", "tiles.releese(i)", "no attribute 'releese'"),
+    "a method": ("ab.release(i)", "ab.releese(i)", "no attribute 'releese'"),
     "a name": ("T.wait_wgmma(0)", "T.wait_wgmma(zero)", "name 'zero' is not defined"),
-    "an argument": ("T.copy(r_c, s_c)", "T.copy(r_c, 1)", "Unsupported argument type"),
+    "an argument": ("T.copy(r_c, s.c)", "T.copy(r_c, 1)", "Unsupported argument type"),
 }
 
 

@@ -20,7 +20,7 @@ def test_it_is_what_its_schedule_says(file, capsys):
     ("old", "new", "said"),
     [
         ('"wgmma", "tma_store"', '"wgmma",', "tma_store"),
-        ('(2 * rings["tiles"] + 1)', '(2 * rings["tiles"])', "shared memory"),
+        ("        tiles={\n", "        smem_bytes=1024,\n        tiles={\n", "shared memory"),
     ],
 )
 def test_what_differs_from_the_schedule_is_said(old, new, said, tmp_path, capsys):
