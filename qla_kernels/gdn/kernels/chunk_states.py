@@ -24,17 +24,7 @@ h has room for: TMA writes nothing outside a tensor.
 from typing import NamedTuple
 
 import qla_kernels.tile.language as T
-from qla_kernels.gdn.kernels.chain.cumulated import (
-    SEQUENCE,
-    SOURCE,
-    States,
-    find_sequence,
-    gate,
-    load,
-    put_state,
-    stage,
-    store,
-)
+from qla_kernels.gdn.kernels.chain import cumulated as chain
 from qla_kernels.gdn.kernels.chain.layout import (
     BETA,
     BETA_E,
@@ -172,14 +162,14 @@ def state(w, variant, s, ring, turn, enters, leaves, item, every):
         T.wgmma_gemm(r_dn16, s.k[slot, :, :], r_s)  # 5
         give_turn(turn, w)
         if i == stored * every:
-            stage(r_s16, s[f"h{w}"], ring[f"h{w}"], stored, K)
+            chain.stage(r_s16, s[f"h{w}"], ring[f"h{w}"], stored, K)
             stored += 1
         T.wait_wgmma(0)
         kva.release(i)
         T.copy(r_s, r_s16)
     last_turn(turn, w)
     if leaves.has != 0:
-        put_state(r_s, leaves.tensor, n, hv, v0 + w * TILE, K)
+        chain.put_state(r_s, leaves.tensor, n, hv, v0 + w * TILE, K)
 
 
 def build(variant: Variant):
@@ -209,10 +199,10 @@ def build(variant: Variant):
         has_ht: T.int32,
     ):
         with T.Kernel(num_sequences * num_value_heads * num_tiles, threads=plan.threads) as block:
-            T.import_source(SOURCE)
+            T.import_source(chain.SOURCE)
             s, ring = tiles(plan), rings(plan)
-            item = Variables(SEQUENCE)
-            find_sequence(block, spans, g_cum, num_heads, num_tiles, variant.tile_v, item)
+            item = Variables(chain.SEQUENCE)
+            chain.find_sequence(block, spans, g_cum, num_heads, num_tiles, variant.tile_v, item)
             turn = turns(plan)
             enters, leaves = StateRows(h0, has_h0, starts_of), StateRows(ht, has_ht, None)
             tx = T.get_thread_binding()
@@ -230,13 +220,13 @@ def build(variant: Variant):
                         Rows(v, (item.hv, item.i_tile), s.v),
                         Rows(A, (item.hv,), s.a),
                     ]
-                    load(kva, ring.kva, ring.tail, item, False)
+                    chain.load(kva, ring.kva, ring.tail, item, False)
                 elif tx < plan.end("gate"):
-                    gate(g_cum, beta, s.gate, ring.gate, item, False, None)
+                    chain.gate(g_cum, beta, s.gate, ring.gate, item, False, None)
                 elif tx < plan.end("store"):
                     outputs = [f"h{w}" for w in range(states)]
-                    out = States(h, first_slot[item.n], item.hv, item.v0, K)
+                    out = chain.States(h, first_slot[item.n], item.hv, item.v0, K)
                     num_states = T.ceildiv(item.num_chunks, every)
-                    store(out, [s[h] for h in outputs], [ring[h] for h in outputs], num_states)
+                    chain.store(out, s, ring, outputs, num_states)
 
     return chunk_states

@@ -40,17 +40,7 @@ there may be more chunks than dS has room for: TMA writes nothing outside a tens
 from typing import Any, NamedTuple
 
 import qla_kernels.tile.language as T
-from qla_kernels.gdn.kernels.chain.cumulated import (
-    SEQUENCE,
-    SOURCE,
-    find_sequence,
-    gate,
-    load,
-    put_state,
-    score,
-    stage,
-    store,
-)
+from qla_kernels.gdn.kernels.chain import cumulated as chain
 from qla_kernels.gdn.kernels.chain.gated_tiles import SOURCE as GATED_TILES
 from qla_kernels.gdn.kernels.chain.layout import (
     BETA_E,
@@ -187,7 +177,7 @@ def prepare(r_ds, r_staged, r_dot, r_do16, s, ring, at, K, unit):
     step, slot, gate_slot, w = at
     for r, c in T.Parallel(TILE, K):
         r_staged[r, c] = r_ds[r, c] * unit
-    stage(r_staged, s[f"ds{w}"], ring[f"ds{w}"], step, K)
+    chain.stage(r_staged, s[f"ds{w}"], ring[f"ds{w}"], step, K)
     load_transposed(s.do, slot, w, r_dot)
     for r, c in T.Parallel(TILE, CHUNK):
         r_do16[r, c] = s.gate[gate_slot, SCALE_E, c] * r_dot[c, r]
@@ -273,7 +263,7 @@ def state(w, variant, s, ring, turn, enters, leaves, item):
     if leaves.has != 0:
         for r, c in T.Parallel(TILE, K):
             r_ds[r, c] *= unit
-        put_state(r_ds, leaves.tensor, n, hv, v0 + w * TILE, K)
+        chain.put_state(r_ds, leaves.tensor, n, hv, v0 + w * TILE, K)
 
 
 def build(variant: Variant):
@@ -310,10 +300,10 @@ def build(variant: Variant):
         held: T.int32,  # tiles of 64 rows of V that lie in dv and tails, not in dS: 0 or 1
     ):
         with T.Kernel(num_sequences * num_value_heads * num_tiles, threads=plan.threads) as block:
-            T.import_source(GATED_TILES + SOURCE)
+            T.import_source(GATED_TILES + chain.SOURCE)
             s, ring = tiles(plan), rings(plan)
-            item = Variables(SEQUENCE, unit="float32")
-            find_sequence(block, spans, g_cum, num_heads, num_tiles, variant.tile_v, item)
+            item = Variables(chain.SEQUENCE, unit="float32")
+            chain.find_sequence(block, spans, g_cum, num_heads, num_tiles, variant.tile_v, item)
             item["unit"] = 1
             if dtype == "bfloat16":
                 if (scale != 0) & (item.num_chunks > 0):  # what only passes keeps its bits
@@ -330,7 +320,7 @@ def build(variant: Variant):
                 state(1, variant, s, ring, turn, enters, leaves, item)
             elif tx < plan.end("score"):
                 T.set_max_nreg(plan.role("score").regs, 0)
-                score(s, ring, item.num_chunks, scale / item.unit, plan.start("score"))
+                chain.score(s, ring, item.num_chunks, scale / item.unit, plan.start("score"))
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if tx < plan.end("load"):
@@ -340,12 +330,12 @@ def build(variant: Variant):
                         Rows(do, (item.hv, item.i_tile), s.do),
                         Rows(A, (item.hv,), s.a),
                     ]
-                    load(inputs, ring.rows, ring.tail, item, True)
+                    chain.load(inputs, ring.rows, ring.tail, item, True)
                 elif tx < plan.end("gate"):
-                    gate(g_cum, beta, s.gate, ring.gate, item, True, scale)
+                    chain.gate(g_cum, beta, s.gate, ring.gate, item, True, scale)
                 elif tx < plan.end("store"):
                     out = ChainGradients(dS, dv, tails, owner, first_chunk[item.n], item, held, K)
                     outputs = [f"ds{w}" for w in range(states)]
-                    store(out, [s[x] for x in outputs], [ring[x] for x in outputs], item.num_chunks)
+                    chain.store(out, s, ring, outputs, item.num_chunks)
 
     return dstate_chain

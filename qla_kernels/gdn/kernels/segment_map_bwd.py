@@ -32,7 +32,7 @@ is dstate_chain's chain, in the same units.
 from typing import NamedTuple
 
 import qla_kernels.tile.language as T
-from qla_kernels.gdn.kernels.chain.cumulated import gate, load, score
+from qla_kernels.gdn.kernels.chain import cumulated as chain
 from qla_kernels.gdn.kernels.chain.forward import RawGates
 from qla_kernels.gdn.kernels.chain.gated_tiles import SOURCE as GATED_TILES
 from qla_kernels.gdn.kernels.chain.layout import GATE_ROWS, TILE, Rows
@@ -159,7 +159,7 @@ def build(variant: Variant):
                 gradient_columns(variant, s, ring, dht, ends, item)
             elif tx < plan.end("score"):
                 T.set_max_nreg(plan.role("score").regs, 0)
-                score(s, ring, item.num_chunks, scale / item.unit, plan.start("score"))
+                chain.score(s, ring, item.num_chunks, scale / item.unit, plan.start("score"))
             else:
                 T.set_max_nreg(plan.role("load").regs, 0)
                 if tx < plan.end("load"):
@@ -169,8 +169,8 @@ def build(variant: Variant):
                         Rows(do, (item.hv, item.i_tile), s.do),
                         Rows(A, (item.hv,), s.a),
                     ]
-                    load(inputs, ring.rows, ring.tail, item, True)
+                    chain.load(inputs, ring.rows, ring.tail, item, True)
                 elif tx < plan.end("gate"):
-                    gate(g_cum, beta, s.gate, ring.gate, item, True, scale)
+                    chain.gate(g_cum, beta, s.gate, ring.gate, item, True, scale)
 
     return segment_map_bwd

@@ -44,15 +44,7 @@ room for: TMA writes nothing outside a tensor.
 from typing import NamedTuple
 
 import qla_kernels.tile.language as T
-from qla_kernels.gdn.kernels.chain.cumulated import (
-    SEQUENCE,
-    SOURCE,
-    find_sequence,
-    gate,
-    put_state,
-    stage,
-    store,
-)
+from qla_kernels.gdn.kernels.chain import cumulated as chain
 from qla_kernels.gdn.kernels.chain.gated_tiles import SOURCE as GATED_TILES
 from qla_kernels.gdn.kernels.chain.halves import (
     HALF,
@@ -200,7 +192,7 @@ def state(w, variant, s, ring, meet, enters, leaves, item):
         ring.gate.wait(step)
         for r, c in T.Parallel(TILE, HALF):
             r_staged[r, c] = r_ds[r, c] * unit
-        stage(r_staged, s[f"ds{w}"], ring[f"ds{w}"], step, HALF)
+        chain.stage(r_staged, s[f"ds{w}"], ring[f"ds{w}"], step, HALF)
         for r, c in T.Parallel(TILE, HALF):
             r_ds[r, c] *= s.gate[gate_slot, LAST, 0]
         T.wait_wgmma(0)
@@ -253,7 +245,7 @@ def state(w, variant, s, ring, meet, enters, leaves, item):
     if leaves.has != 0:
         for r, c in T.Parallel(TILE, HALF):
             r_ds[r, c] *= unit
-        put_state(r_ds, leaves.tensor, n, hv, v0, HALF, k0)
+        chain.put_state(r_ds, leaves.tensor, n, hv, v0, HALF, k0)
 
 
 def build(variant: Variant):
@@ -286,10 +278,10 @@ def build(variant: Variant):
         has_dh0: T.int32,
     ):
         with T.Kernel(num_sequences * num_value_heads * num_tiles, threads=plan.threads) as block:
-            T.import_source(GATED_TILES + SOURCE + HALVES)
+            T.import_source(GATED_TILES + chain.SOURCE + HALVES)
             s, ring = tiles(plan), rings(plan)
-            item = Variables(SEQUENCE, unit="float32")
-            find_sequence(block, spans, g_cum, num_heads, num_tiles, TILE, item)
+            item = Variables(chain.SEQUENCE, unit="float32")
+            chain.find_sequence(block, spans, g_cum, num_heads, num_tiles, TILE, item)
             item["unit"] = 1
             if dtype == "bfloat16":
                 if (scale != 0) & (item.num_chunks > 0):  # what only passes keeps its bits
@@ -318,10 +310,10 @@ def build(variant: Variant):
                     ]
                     load(loads, ring.tail, item)
                 elif tx < plan.end("gate"):
-                    gate(g_cum, beta, s.gate, ring.gate, item, True, scale)
+                    chain.gate(g_cum, beta, s.gate, ring.gate, item, True, scale)
                 elif tx < plan.end("store"):
                     out = ChunkGradients(dS, y, dv, s.dv, first_chunk[item.n], item, states)
                     outputs = [*(f"ds{w}" for w in range(states)), "y"]
-                    store(out, [s[x] for x in outputs], [ring[x] for x in outputs], item.num_chunks)
+                    chain.store(out, s, ring, outputs, item.num_chunks)
 
     return wide_dstate

@@ -26,15 +26,7 @@ have room for: TMA writes nothing outside a tensor.
 from typing import Any, NamedTuple
 
 import qla_kernels.tile.language as T
-from qla_kernels.gdn.kernels.chain.cumulated import (
-    SEQUENCE,
-    SOURCE,
-    find_sequence,
-    gate,
-    load,
-    stage,
-    store,
-)
+from qla_kernels.gdn.kernels.chain import cumulated as chain
 from qla_kernels.gdn.kernels.chain.gated_tiles import SOURCE as GATED_TILES
 from qla_kernels.gdn.kernels.chain.halves import (
     HALF,
@@ -191,7 +183,7 @@ def state(w, variant, s, ring, meet, enters, item):
             r_dn16[r, c] = r_n[r, c] * s.gate[gate_slot, D, c]
         ring.gate.release(i)
         T.wgmma_gemm(r_dn16, s.k[slot, :, k0 : k0 + HALF], r_s)  # 5
-        stage(r_s16, s[f"h{w}"], ring[f"h{w}"], i, HALF)
+        chain.stage(r_s16, s[f"h{w}"], ring[f"h{w}"], i, HALF)
         T.copy(r_n, r_n16)
         stage_half_transposed(r_n16, s.vn, w, ring.vn.slot(i))
         if states == 1:
@@ -226,10 +218,10 @@ def build(variant: Variant):
         has_h0: T.int32,
     ):
         with T.Kernel(num_sequences * num_value_heads * num_tiles, threads=plan.threads) as block:
-            T.import_source(GATED_TILES + SOURCE + HALVES)
+            T.import_source(GATED_TILES + chain.SOURCE + HALVES)
             s, ring = tiles(plan), rings(plan)
-            item = Variables(SEQUENCE)
-            find_sequence(block, spans, g_cum, num_heads, num_tiles, TILE, item)
+            item = Variables(chain.SEQUENCE)
+            chain.find_sequence(block, spans, g_cum, num_heads, num_tiles, TILE, item)
             meet = NamedBarrier(plan, "meet").id() if states == 2 else None
             enters = StateRows(h0, has_h0, starts_of)
             tx = T.get_thread_binding()
@@ -247,12 +239,12 @@ def build(variant: Variant):
                         Rows(v, (item.hv, item.i_tile), s.v),
                         Rows(A, (item.hv,), s.a),
                     ]
-                    load(inputs, ring.rows, ring.tail, item, False)
+                    chain.load(inputs, ring.rows, ring.tail, item, False)
                 elif tx < plan.end("gate"):
-                    gate(g_cum, beta, s.gate, ring.gate, item, False, None)
+                    chain.gate(g_cum, beta, s.gate, ring.gate, item, False, None)
                 elif tx < plan.end("store"):
                     out = ChunkStates(h, vn, first_chunk[item.n], item, states)
                     outputs = [*(f"h{w}" for w in range(states)), "vn"]
-                    store(out, [s[x] for x in outputs], [ring[x] for x in outputs], item.num_chunks)
+                    chain.store(out, s, ring, outputs, item.num_chunks)
 
     return wide_states

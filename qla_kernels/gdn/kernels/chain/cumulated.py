@@ -255,19 +255,19 @@ class States(NamedTuple):
 
 
 @T.macro
-def store(out, s_h, rings, num_states):
-    """Sends each state of every state warpgroup to the destination `out`.
+def store(out, s, ring, outputs, num_states):
+    """Sends each staged tile of `outputs`, their names, to the destination `out`, for each state.
 
     With two slots, a slot is released only after the next store has been issued, so the warp does
     not wait for the TMA store that it has just issued.
     """
-    behind = rings[0].stages - 1
+    behind = ring[outputs[0]].stages - 1
     for step in rolled(num_states):
-        for w, ring in enumerate(rings):
-            ring.wait(step)
-            T.fence_proxy_async()  # s_h: written by threads, read by the TMA store
-            out.put(s_h[w][ring.slot(step), :, :], step, w)
-            T.tma_store_wait(behind * len(rings))
+        for w, name in enumerate(outputs):
+            ring[name].wait(step)
+            T.fence_proxy_async()  # the tile: written by threads, read by the TMA store
+            out.put(s[name][ring[name].slot(step), :, :], step, w)
+            T.tma_store_wait(behind * len(outputs))
             if step >= behind:
-                ring.release(step - behind)
+                ring[name].release(step - behind)
     T.tma_store_wait(0)  # before the CTA ends, and with it its shared memory
