@@ -61,7 +61,7 @@ def test_a_slot_that_is_given_back_too_early_is_reported(tmp_path, capsys):
     said = (
         r"WRONG own_kernel-bf16, seed 0: .*, copy by thread \d+: writes to byte \d+ of .*, where a"
         r" wgmma of threads 0..127 \S+ may still read: the mbarrier that it waited for last,"
-        r" ab_free\[0\], does not say so. Arrive, or release the slot, behind T.wait_wgmma;"
+        r" ab_free\[\d\], does not say so. Arrive, or release the slot, behind T.wait_wgmma;"
         r"(?s:.*)roles: multiply 0..127, load 128..159, padding"
     )
     assert re.match(said, capsys.readouterr().out)
