@@ -2,7 +2,7 @@
 
 PIECE = 8  # columns of a thread in one access: 16 bytes of 16-bit numbers
 SPANS = 2  # pieces of a row that a thread has
-COLUMNS = (128, 256, 512)  # of the variants; each serves rows up to this size
+COLUMNS = (64, 128, 256, 512)  # of the variants; each serves rows up to this size
 WARPS = 8  # of a CTA
 
 DTYPES = ("float32", "bfloat16", "float16")  # of weights; kernels get the index

@@ -49,7 +49,7 @@ CASES = (
     Cases(
         ("norm.fwd", "norm.bwd", "norm.weight_sums"),
         _norm,
-        [(70, 3, 0, 0, True), (33, 5, 40, 3, False), (9, 1, 64, 0, True)],
-        [(9000, 32, 0, 100, True), (3000, 17, 64, 0, False)],
+        [(70, 3, 0, 0, True), (33, 5, 40, 3, False), (9, 1, 24, 0, True)],
+        [(9000, 32, 0, 100, True), (3000, 17, 24, 0, False)],
     ),
 )

@@ -21,12 +21,12 @@ run = functools.partial(check, fwd=launch.gated_norm_fwd, bwd=launch.gated_norm_
 @pytest.mark.kernels("norm.fwd", "norm.bwd")
 def test_every_variant(variant):
     kind = {"dtype": getattr(torch, variant.dtype)}
-    for less in (0, 64, 72):
+    for less in (0, 8, 24):
         run(case((37, 3, variant.V - less), "cpu", padding=5, **kind))
         run(case((150, variant.V - less), "cpu", silu=False, **kind))
 
 
-@pytest.mark.parametrize("size", [8, 64, 96, 128, 136, 192, 256])
+@pytest.mark.parametrize("size", [8, 64, 72, 96, 128, 136, 192, 256])
 def test_sizes_of_heads(size):
     assert size <= columns_of(size)
     run(case((2, 20, 3, size), "cpu", projection=16))

@@ -25,7 +25,6 @@ from qla_kernels import (
     chunk_gated_delta_rule,
     decode_gated_delta_net,
     device,
-    gated_delta_net,
     gated_rms_norm,
     jit,
     packed_decode_gated_delta_rule,

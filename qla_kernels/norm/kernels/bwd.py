@@ -61,17 +61,18 @@ def schedule(variant: Variant) -> Schedule:
 
 @T.macro
 def grad(
-    x, gate, dy, dx, dgate, r_w, r_total, place, dtype, first, step, num_steps, num_rows,
-    inverse_size, eps, silu,
+    x, gate, dy, dx, dgate, weight, weight_dtype, r_total, place, dtype, first, step, num_steps,
+    num_rows, inverse_size, eps, silu,
 ):  # fmt: skip
     r_x, r_gate, r_dy, r_dx, r_dgate = (T.alloc_local((SPANS, PIECE), dtype) for _ in range(5))
-    r_wide, r_u, r_p = (T.alloc_local((SPANS, PIECE), "float32") for _ in range(3))
+    r_w, r_wide, r_u, r_p = (T.alloc_local((SPANS, PIECE), "float32") for _ in range(4))
     r_square, r_dot = T.alloc_local((1,), "float32"), T.alloc_local((1,), "float32")
     row = T.alloc_var("int32")
     row = first
     load_row(x, r_x, place, row)
     load_row(gate, r_gate, place, row)
     load_row(dy, r_dy, place, row)
+    load_weights(weight, r_w, place, weight_dtype)
     for _ in rolled(num_steps):
         r_square[0] = 0
         r_dot[0] = 0
@@ -179,16 +180,14 @@ def build(variant: Variant):
             T.import_source(SOURCE)
             tx = T.get_thread_binding()
             s_sum = T.alloc_shared((WARPS, variant.V), "float32")
-            r_w = T.alloc_local((SPANS, PIECE), "float32")
             r_total = T.alloc_local((SPANS, PIECE), "float32")
             live, num_steps = T.alloc_var("int32"), T.alloc_var("int32")
             num_steps = T.truncdiv(num_rows - block * rows + blocks * rows - 1, blocks * rows)
             live = live_rows(end[0], num_tokens, num_heads, packed)
             place = Place(threads, tx % threads, live, num_heads, num_pieces)
             T.clear(r_total)
-            load_weights(weight, r_w, place, weight_dtype)
             grad(
-                x, gate, dy, dx, dgate, r_w, r_total, place, variant.dtype,
+                x, gate, dy, dx, dgate, weight, weight_dtype, r_total, place, variant.dtype,
                 block * rows + tx // threads, blocks * rows,
                 num_steps, num_rows, inverse_size, eps, silu,
             )  # fmt: skip

@@ -11,9 +11,9 @@ Steps (numbers appear again in the role), for the threads of a row:
 
 Bounded by memory: x and gate are read once and y written once, 16 bytes a thread at a time.
 Why this shape: as many CTAs as fit walk all rows, so weights are loaded once a thread, and each
-thread always has the two rows that it takes next in flight, 64 bytes. A thread has two pieces of a
-row at most, whatever V: few registers, and few shuffles for a small V. V, the activation, strides
-and the weight's dtype are run-time values.
+thread always has its pieces of the next row in flight, 64 bytes. A thread has two pieces of a row,
+whatever V: few registers, and few shuffles for a small V. V, the activation, strides and the
+weight's dtype are run-time values.
 """
 
 from typing import NamedTuple
@@ -55,15 +55,19 @@ def schedule(variant: Variant) -> Schedule:
 
 
 @T.macro
-def norm(x, gate, y, r_w, place, dtype, first, step, num_steps, num_rows, inverse_size, eps, silu):
+def norm(
+    x, gate, y, weight, weight_dtype, place, dtype, first, step, num_steps, num_rows, inverse_size,
+    eps, silu,
+):  # fmt: skip
     r_x, r_gate = T.alloc_local((SPANS, PIECE), dtype), T.alloc_local((SPANS, PIECE), dtype)
     r_y = T.alloc_local((SPANS, PIECE), dtype)
-    r_wide, r_z = (T.alloc_local((SPANS, PIECE), "float32") for _ in range(2))
+    r_w, r_wide, r_z = (T.alloc_local((SPANS, PIECE), "float32") for _ in range(3))
     r_sum = T.alloc_local((1,), "float32")
     row = T.alloc_var("int32")
     row = first
     load_row(x, r_x, place, row)
     load_row(gate, r_gate, place, row)
+    load_weights(weight, r_w, place, weight_dtype)
     for _ in rolled(num_steps):
         r_sum[0] = 0
         for span in T.unroll(SPANS):
@@ -121,15 +125,14 @@ def build(variant: Variant):
             T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
             T.import_source(SOURCE)
             tx = T.get_thread_binding()
-            r_w = T.alloc_local((SPANS, PIECE), "float32")
             live, num_steps = T.alloc_var("int32"), T.alloc_var("int32")
             num_steps = T.truncdiv(num_rows - block * rows + blocks * rows - 1, blocks * rows)
             live = live_rows(end[0], num_tokens, num_heads, packed)
             place = Place(threads, tx % threads, live, num_heads, num_pieces)
-            load_weights(weight, r_w, place, weight_dtype)
             norm(
-                x, gate, y, r_w, place, variant.dtype, block * rows + tx // threads, blocks * rows,
-                num_steps, num_rows, inverse_size, eps, silu,
+                x, gate, y, weight, weight_dtype, place, variant.dtype,
+                block * rows + tx // threads, blocks * rows, num_steps, num_rows, inverse_size,
+                eps, silu,
             )  # fmt: skip
 
     return fwd
