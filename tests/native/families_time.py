@@ -24,6 +24,7 @@ BURSTS = 12
 
 
 def calls() -> dict[str, Call]:
+    from qla_kernels import gated_delta_net
     from tests.native import families
 
     layout, x = families.LAYOUT, [*families._gdn(families.LAYOUT.num_tokens)]
@@ -44,7 +45,7 @@ def calls() -> dict[str, Call]:
 
     def layer(mixed_qkv: Tensor, a: Tensor, b: Tensor, A_log: Tensor, *more: Tensor) -> Tensor:
         weight, z, norm_weight = more
-        y, _ = families.gated_delta_net(
+        y, _ = gated_delta_net(
             mixed_qkv, a, b, A_log, None, weight, key_heads=2, z=z, norm_weight=norm_weight
         )
         return y
