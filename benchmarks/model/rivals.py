@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
+from torch import nn
+
 from ..harness.adapters import Call, Implementation
 from .problem import (
     CONVOLUTION,
@@ -45,26 +47,26 @@ class Ours(InLayers):
     """`swap` of a model of transformers, `register` for FLA's layer."""
 
     name, label, distribution, module = "ours", "ours", "qla-kernels", "qla_kernels"
-    convolves = True
 
     def prepare(self, workload: ModelStep, inputs: ModelInputs) -> Call:
         if workload.kind == "fla_layer":
             return _in_fla(inputs)
-        swapping = importlib.import_module("qla_kernels.integrations.transformers")
-        layers, theirs = inputs.layers, functions_of(inputs.layers.home)
-        swapping.swap(layers.module)
-        ours = functions_of(layers.home)
-        swapping.restore(layers.module)
-        if not self.convolves:
-            ours[CONVOLUTION] = plain(theirs[CONVOLUTION])
-        return step_of(inputs, partial(exchanged, layers.home, ours))
+        return step_of(inputs, partial(swapped, inputs.layers.module))
 
 
 class OursRule(Ours):
     """The gated delta rule alone is ours, as in releases before 2026-11-25; PyTorch convolves."""
 
-    name, label, on_request, convolves = "ours_rule", "ours, the rule alone", True, False
+    name, label, on_request = "ours_rule", "ours, the rule alone", True
     lacks: ClassVar = {"fla_layer": "FLA's layer keeps its convolution"}
+
+    def prepare(self, workload: ModelStep, inputs: ModelInputs) -> Call:
+        layers = inputs.layers
+        theirs = functions_of(layers.home)
+        with swapped(layers.module):
+            ours = functions_of(layers.home)
+        ours[CONVOLUTION] = plain(theirs[CONVOLUTION])
+        return step_of(inputs, partial(exchanged, layers.home, ours))
 
 
 class WithFLA(InLayers):
@@ -130,6 +132,17 @@ def _in_fla(inputs: ModelInputs) -> Call:
         return raw
 
     return Call(run, call.collect, capture=False)
+
+
+@contextmanager
+def swapped(module: nn.Module) -> Iterator[None]:
+    """The layers of a model of transformers run ours."""
+    swapping = importlib.import_module("qla_kernels.integrations.transformers")
+    swapping.swap(module)
+    try:
+        yield
+    finally:
+        swapping.restore(module)
 
 
 @contextmanager
