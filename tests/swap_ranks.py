@@ -15,6 +15,7 @@ from tests.tiny_hybrids import VOCABULARY, of_two_layers
 
 KIND = "Qwen3.5"
 WAYS = ("DDP", "FSDP2", "FSDP2, compiled", "FSDP2, checkpointing")
+WAYS += ("FSDP2, recompute", "FSDP2, recompute, checkpointing")
 ORDERS = ("swap first", "swap last")
 
 
@@ -52,18 +53,18 @@ def main(folder: Path, port: int, rank: int, world: int) -> None:
         torch.compiler.reset()
         model = of_two_layers(KIND)
         if order == "swap first":
-            swapping.swap(model)
+            swapping.swap(model, recompute="recompute" in way)
         model = wrapped(model, way, world)
         if order == "swap last":
-            swapping.swap(model)
-        ours = swapping.status(model)
+            swapping.swap(model, recompute="recompute" in way)
+        ours = swapping.whole(model)
         got = step(model, ids.chunk(world)[rank])
         dist.all_reduce(got["loss"])
         got["loss"] /= world
         swapping.restore(model)
         largest = max(x.norm() for x in want.values())
         errors = [(got[n] - x).norm() / (x.norm() + 1e-4 * largest) for n, x in want.items()]
-        said[f"{way}, {order}"] = [sum(ours.ours.values()), max(errors).item()]
+        said[f"{way}, {order}"] = [sum(ours.values()), max(errors).item()]
     (folder / f"{rank}.json").write_text(json.dumps(said))
     dist.destroy_process_group()
 

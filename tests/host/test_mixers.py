@@ -119,6 +119,36 @@ def test_the_output_gate_of_qwen4(gate, runs):
         swapping.restore(model)
 
 
+def lora(model: nn.Module) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    given = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
+    return peft.get_peft_model(model, peft.LoraConfig(**given, task_type="CAUSAL_LM"))
+
+
+def checkpointed(model: nn.Module, reentrant: bool) -> nn.Module:
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    return model
+
+
+WAYS = {
+    "LoRA": lora,
+    "checkpointing": functools.partial(checkpointed, reentrant=False),
+    "checkpointing, reentrant": functools.partial(checkpointed, reentrant=True),
+    "LoRA and checkpointing": lambda model: checkpointed(lora(model), False),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_recompute_beside_other_libraries(way, runs):
+    want = step(WAYS[way](hybrid("Qwen3.5")))
+    model = WAYS[way](hybrid("Qwen3.5"))
+    assert swapping.swap(model, recompute=True) == 3
+    assert_agree(step(model), want)
+    assert len(runs) == (6 if "checkpointing" in way else 3)
+
+
 def test_copies_run_their_own_layers():
     model = hybrid("Qwen3.5")
     swapping.swap(model, recompute=True)
