@@ -141,9 +141,13 @@ def _refuse_pack(got: str) -> NoReturn:
 def refuse_replica(layer: nn.Module) -> None:
     """Raises Unsupported for a replica made by DataParallel: replicas share one PackedCall."""
     if getattr(layer, "_is_replica", False):
-        got, needs = "a swapped layer in a DataParallel", "one process for each GPU"
-        fix = "use DistributedDataParallel, started by torchrun"
-        raise Unsupported(need("a gated-delta-net layer", got, needs, fix))
+        refuse_replicas("a swapped layer in a DataParallel")
+
+
+def refuse_replicas(got: str) -> NoReturn:
+    """Raises Unsupported, with what was seen of a DataParallel."""
+    fix = "use DistributedDataParallel, started by torchrun"
+    raise Unsupported(need("a gated-delta-net layer", got, "one process for each GPU", fix))
 
 
 def check_row(rows: int, tokens: int, layout: SharedLayout) -> None:

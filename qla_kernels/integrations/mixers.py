@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from qla_kernels.conv.shapes import WIDTHS
 from qla_kernels.conv.validate import ACTIVATIONS as CONV_ACTIVATIONS
 from qla_kernels.hybrid import gated_delta_net
-from qla_kernels.integrations.linear_layers import KEY, check_row
+from qla_kernels.integrations.linear_layers import KEY, check_row, refuse_replicas
 from qla_kernels.norm import gated_rms_norm, refusal
 from qla_kernels.norm.autograd import without_saving
 from qla_kernels.norm.validate import ACTIVATIONS
@@ -111,6 +111,8 @@ def forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any
         if region is None or region.theirs is None:
             return type(layer).forward(layer, hidden_states, *args, **kwargs)
         return region.theirs(hidden_states, *args, **kwargs)
+    if hidden_states.device != layer.A_log.device:  # a replica calls the forward of its original
+        refuse_replicas(f"inputs on {hidden_states.device}, weights on {layer.A_log.device}")
     mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
     x, layout = region.masked(hidden_states, mask), kwargs.get(KEY)
     if layout is not None:

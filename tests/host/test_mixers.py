@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from qla_kernels import Unsupported
 from qla_kernels.integrations import mixers
 from qla_kernels.integrations import transformers as swapping
 from tests.tiny_hybrids import KINDS, VOCABULARY, hybrid, parts
@@ -159,6 +160,15 @@ def test_copies_run_their_own_layers():
         assert_agree(step(made), want)
         assert layers(made)[0].forward.args[0] is layers(made)[0]
         swapping.restore(made)
+
+
+def test_a_replica_of_a_layer_is_refused():
+    """DataParallel copies what a layer has, and so the forward of the original."""
+    (layer, *_) = layers(model := hybrid("Qwen3.5"))
+    swapping.swap(model)
+    replica = layer._replicate_for_data_parallel()
+    with pytest.raises(Unsupported, match="inputs on meta, weights on cpu; need one process"):
+        replica(torch.zeros(1, 9, 32, device="meta"))
 
 
 def test_a_padded_batch_is_masked_as_by_the_layer(runs):
