@@ -173,7 +173,7 @@ class SharedBatch:
 
         There are no logits of all tokens in memory, neither here nor in the backward, which
         computes them a second time. On a GPU logits are sums in fp32 that are not rounded, and take
-        at most 512 MiB.
+        at most 528 MiB.
 
         Args:
             hidden: [M, D], the input of the head at the tokens src_rows, or [T, D], at all tokens.

@@ -29,7 +29,7 @@ def target_logprobs(
     """Returns (log-probabilities, entropies) of L targets, both [L] in fp32; differentiable.
 
     Logits are products summed in fp32, which are not rounded to 16 bits, and of which a block of at
-    most 512 MiB is in memory at a time: in the forward, and again in the backward. Under autocast
+    most 528 MiB is in memory at a time: in the forward, and again in the backward. Under autocast
     products have autocast's dtype; otherwise hidden and weight have one.
 
     Args:

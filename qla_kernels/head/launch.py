@@ -1,6 +1,6 @@
 """The operators on CUDA tensors: products by cuBLAS, and the kernels between them.
 
-The vocabulary is walked in blocks of COLUMNS, and rows in blocks of TOKENS, so that 512 MiB of fp32
+The vocabulary is walked in blocks of COLUMNS, and rows in blocks of TOKENS, so that 528 MiB of fp32
 logits are in memory at a time:
 
     head_fwd    for each block: a product, then row_sums
