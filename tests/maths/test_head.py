@@ -10,6 +10,8 @@ from reference import head
 from tests.compare import assert_close
 
 EXACT = 1e-12
+# Entropies of rows that are nearly certain, and gradients, are differences of numbers of logits' size
+SIZE = 0.1
 VOCABULARY = 37
 
 
@@ -28,9 +30,9 @@ def assert_is_the_definition(counts, bias, low, temperature, softcap):
             dlogprobs, dentropy, hidden, made, targets, first, got.lse, got.entropy, *numbers
         )
     assert_close("log-probabilities", got.logprobs, want[0].detach(), EXACT)
-    assert_close("entropies", got.entropy, want[1].detach(), EXACT)
+    assert_close("entropies", got.entropy, want[1].detach(), EXACT, at_least=SIZE)
     for a, b in zip((x for x in grads if x is not None), wanted, strict=True):
-        assert_close("a gradient", a, b, EXACT)
+        assert_close("a gradient", a, b, EXACT, at_least=SIZE)
 
 
 @pytest.mark.parametrize("elements", [1, 3 * VOCABULARY, 1 << 24])
