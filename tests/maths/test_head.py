@@ -10,7 +10,7 @@ from reference import head
 from tests.compare import assert_close
 
 EXACT = 1e-12
-# Entropies of rows that are nearly certain, and gradients, are differences of numbers of logits' size
+# Small entropies, and gradients, are differences of numbers as large as logits
 SIZE = 0.1
 VOCABULARY = 37
 
