@@ -60,9 +60,10 @@ setup_env() { # none, tested or newest: which libraries beside the package
 
 # Constraints keep torch as it is; with `newest` transformers and the libraries have no pins. veRL
 # comes without what it requires: it pins transformers to older releases than TRL runs with. FLA
-# lies in a folder of its own, or transformers would run its kernels, which need a GPU.
+# lies in a folder of its own, or transformers would run its kernels, which need a GPU; and so does
+# Megatron-Core, whose layers need FLA. It has wheels for Python 3.12 and later alone.
 setup_libraries() { # constraints for pip
-  local list="$root/constraints/libraries.txt" wanted verl fla
+  local list="$root/constraints/libraries.txt" wanted verl fla megatron
   wanted=$(grep -v "^#" "$list")
   if [ "$libraries" = newest ]; then
     shift 2 # -c constraints/tested.txt
@@ -71,11 +72,14 @@ setup_libraries() { # constraints for pip
   wanted=$(tr " " "\n" <<<"$wanted")
   verl=$(grep "^verl" <<<"$wanted")
   fla=$(grep "^fla-core\|^triton" <<<"$wanted")
-  wanted=$(grep -v "^verl\|^fla-core\|^triton" <<<"$wanted")
+  megatron=$(grep "^megatron-core" <<<"$wanted")
+  wanted=$(grep -v "^verl\|^fla-core\|^triton\|^megatron-core" <<<"$wanted")
   # shellcheck disable=SC2086
   (cd "$root" && "$python" -m pip install --upgrade "$@" $wanted &&
     "$python" -m pip install --upgrade --no-deps $verl &&
-    "$python" -m pip install --upgrade --no-deps --target "$venv/fla" $fla) ||
+    "$python" -m pip install --upgrade --no-deps --target "$venv/fla" $fla &&
+    "$python" -m pip install --upgrade --no-deps --target "$venv/fla" \
+      --only-binary=:all: --python-version 3.12 --ignore-requires-python $megatron) ||
     fail "pip could not install constraints/libraries.txt" "the packages and room for them" \
       "read pip's last lines above; then run this again"
 }

@@ -51,12 +51,14 @@ if [ $# -gt 0 ]; then
   # without them their tests would skip themselves
   step "imports" "$python" -W ignore -c "import trl.experimental.async_grpo, peft, \
     verl.workers.engine.fsdp.transformer_impl"
-  step "imports of FLA" "${fla[@]}" -c "import fla.ops.gated_delta_rule, fla.backends"
+  step "imports of FLA" "${fla[@]}" -c "import fla.ops.gated_delta_rule, fla.backends, \
+    megatron.core.ssm.gated_delta_net"
   # not the folder: libraries install packages with names of ours, such as `scripts`
   step "pytest" "$python" -m pytest -q -m "libraries and not hopper" -n "$workers" \
     --dist worksteal --durations=5 $(grep -l "pytest.mark.libraries" tests/host/*.py)
   step "pytest with FLA" "${fla[@]}" -m pytest -q -m libraries \
-    tests/host/test_integrations_fla.py tests/host/test_gdn_zigzag.py tests/host/test_gdn_api.py
+    tests/host/test_integrations_fla.py tests/host/test_gdn_zigzag.py tests/host/test_gdn_api.py \
+    tests/host/test_megatron.py
   finish
 fi
 

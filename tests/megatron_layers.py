@@ -115,6 +115,7 @@ def layer(
     """Returns a layer with random parameters, the same on all ranks; groups are the world's."""
     groups = ProcessGroupCollection()
     groups.tp, groups.cp = tp or dist.group.WORLD, cp or dist.group.WORLD
+    groups.pp = dist.group.WORLD  # transformer layers ask for their number in it
     options = {"normalization": "RMSNorm", "activation_func": silu, "add_bias_linear": False}
     options |= {"perform_initialization": False, "gradient_accumulation_fusion": False}
     options |= {"num_layers": 1, "num_attention_heads": 4, **SIZES, **more}

@@ -128,14 +128,14 @@ for name in qla_kernels.integrations.__all__:
     hook = getattr(qla_kernels.integrations, name)
     assert hook.__name__ == f"qla_kernels.integrations.{name}"
     assert name in dir(qla_kernels.integrations)
-assert not {"fla", "sglang", "transformers", "trl", "verl", "vllm"} & set(sys.modules)
+assert not {"fla", "megatron", "sglang", "transformers", "trl", "verl", "vllm"} & set(sys.modules)
 assert not hasattr(qla_kernels.integrations, "no_such_hook")
 """)
 
 
 def test_nothing_shows_an_import_that_takes_the_name_of_a_library():
     """Two documented lines once left `transformers.AutoModelForCausalLM` an AttributeError."""
-    libraries = "fla|sglang|transformers|trl|verl|vllm"
+    libraries = "fla|megatron|sglang|transformers|trl|verl|vllm"
     taken = rf"from qla_kernels\.integrations import (?:\w+, )*({libraries})\b(?! as )"
     files = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
     files += [file for name in ("examples", "qla_kernels") for file in ROOT.glob(f"{name}/**/*.py")]
