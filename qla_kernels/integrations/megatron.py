@@ -110,9 +110,9 @@ def forward(
     order = _order(bounds, tokens, group.size(), hidden_states.device)
     keys, values, heads = layer.qk_dim_local_tp, layer.v_dim_local_tp, layer.num_v_heads_local_tp
     x, _ = layer.in_proj(hidden_states)
-    x = _heads_of_rank(x, (keys, keys, values, values, heads, heads), order, group)
+    x = _heads_of_rank(x, [keys, keys, values, values, heads, heads], order, group)
     sizes = [size // group.size() for size in (2 * keys + values, values, heads, heads)]
-    mixed_qkv, z, b, a = x.transpose(0, 1).split(sizes, -1)
+    mixed_qkv, z, b, a = torch.split(x.transpose(0, 1), sizes, -1)
     mixed_qkv, z = _readable(mixed_qkv), _readable(z)
     share = functools.partial(_share, group=group)
     weight = layer.out_norm.weight
@@ -126,7 +126,7 @@ def forward(
         None if layer.conv1d.bias is None else share(layer.conv1d.bias, [keys, keys, values]),
         "silu",
         key_heads=keys // layer.key_head_dim // group.size(),
-        z=z.unflatten(-1, (-1, layer.value_head_dim)),
+        z=z.view(*z.shape[:2], -1, layer.value_head_dim),
         norm_weight=weight.float() + 1 if layer.config.layernorm_zero_centered_gamma else weight,
         norm_eps=float(layer.config.layernorm_epsilon),
         use_qk_l2norm_in_kernel=layer.use_qk_l2norm,
@@ -181,15 +181,15 @@ def _order(bounds: Tensor | None, tokens: int, world: int, device: torch.device)
     return torch.minimum(chunk, 2 * world - 1 - chunk).argsort(stable=True)
 
 
-def _heads_of_rank(x: Tensor, sections: Sequence[int], order: Tensor | None, group: Any) -> Tensor:
+def _heads_of_rank(x: Tensor, sections: list[int], order: Tensor | None, group: Any) -> Tensor:
     """Exchanges tokens for heads: from [tokens of the rank, B, C] to [tokens, B, C / ranks].
 
     Of each of the sections of C a rank gets its part.
     """
     if order is None:
         return x
-    parts = zip(*(part.chunk(group.size(), -1) for part in x.split(sections, -1)), strict=True)
-    x = torch.cat([*itertools.chain.from_iterable(parts)], -1)
+    parts = [part.chunk(group.size(), -1) for part in torch.split(x, sections, -1)]
+    x = torch.cat([*itertools.chain.from_iterable(zip(*parts, strict=True))], -1)
     home = importlib.import_module(HOME)
     x = home.tensor_a2a_cp2hp(x, 0, -1, group, undo_attention_load_balancing=False)
     return x.index_select(0, order.argsort())
@@ -208,7 +208,7 @@ def _share(x: Tensor, sections: list[int], group: Any) -> Tensor:
     """Returns a rank's part of each section of a parameter."""
     if group.size() == 1:
         return x
-    return torch.cat([part.chunk(group.size())[group.rank()] for part in x.split(sections)])
+    return torch.cat([part.chunk(group.size())[group.rank()] for part in torch.split(x, sections)])
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -250,7 +250,8 @@ def _refused(layer: Any) -> Reason | None:
     stays = "integrations.fla.register() serves its rule"
     if REGION not in layer.__dict__ and "forward" in layer.__dict__:
         return "another library replaced their forward", "Megatron's", "undo that, or swap before"
-    if names_of(type(layer)) not in RELEASES:
+    layer_class: Any = type(layer)
+    if names_of(layer_class) not in RELEASES:
         needs = f"that of Megatron-Core {' or '.join(RELEASES.values())}"
         return "their forward is of another release", needs, stays
     norm, config = layer.out_norm, layer.config
@@ -288,6 +289,8 @@ def names_of(layer_class: Any) -> str:
         new = {*code.co_names, *(repr(x) for x in code.co_consts if isinstance(x, float))} - names
         names |= new
         codes += [x for x in code.co_consts if isinstance(x, CodeType)]
-        methods = (inspect.unwrap(getattr(layer_class, name, None)) for name in new)
+        methods = [
+            inspect.unwrap(x) for name in new if callable(x := getattr(layer_class, name, 0))
+        ]
         codes += [f.__code__ for f in methods if getattr(f, "__module__", "").startswith(HOME)]
     return hashlib.sha256(" ".join(sorted(names)).encode()).hexdigest()[:16]
