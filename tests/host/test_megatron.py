@@ -135,11 +135,18 @@ def test_bf16_parameters(layers):
 def test_our_backend_of_fla_takes_the_calls_of_a_layer(layers, monkeypatch, call):
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
+    passed: list[torch.Tensor] = []
+
+    def rule(*args: Any, **more: Any) -> Any:
+        passed[:] = args
+        return chunk_gated_delta_rule(*args, **more)
+
     monkeypatch.delenv(fla.SWITCH, raising=False)
     monkeypatch.setattr(device, "capabilities", lambda: [(9, 0)])
-    layer, call = layers.layer(), params(layers, call)
+    call = params(layers, call)
+    layer = layers.layer(linear_key_head_dim=64, linear_value_head_dim=64)
     want = layers.step(layer, **call)
-    layer.gated_delta_rule = chunk_gated_delta_rule
+    layer.gated_delta_rule = rule
     try:
         assert fla.register()
         assert layers.distance(layers.step(layer, **call), want) < 2e-5
@@ -147,6 +154,9 @@ def test_our_backend_of_fla_takes_the_calls_of_a_layer(layers, monkeypatch, call
         assert (status.taken, status.declined) == (1, 0)
     finally:
         fla.unregister()
+    q, k, v = (x.to(torch.bfloat16) for x in passed)
+    assert q.shape == k.shape == v.shape  # key heads are repeated
+    assert gdn.refusal(q, k, v, capability=(9, 0)) is None
 
 
 def test_inside_of_a_transformer_layer(layers, calls):
