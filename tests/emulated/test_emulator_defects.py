@@ -190,6 +190,33 @@ def test_what_a_store_reads_is_fenced_and_stays(before: str, behind: str, report
         assert torch.equal(x[:4], torch.arange(4.0))
 
 
+SLOW_STORE = """__device__ void f(float* x) {
+  __shared__ __align__(16) float s[4];
+  __shared__ uint64_t free[1];
+  if (threadIdx.x == 0) tl::mbarrier_init(free[0], 1);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < 4; ++i) s[i] = i;
+    tl::fence_proxy_async();
+    tl::tma_store(x, s, 16);
+    tl::tma_store_arrive();
+    tl::mbarrier_arrive(free[0]);
+    tl::tma_store_wait<0>();
+  } else if (threadIdx.x == 32) {
+    tl::mbarrier_wait(free[0], 0);
+    s[1] = 5;
+  }
+}
+"""
+
+
+def test_others_go_on_while_a_store_is_waited_for() -> None:
+    """A wait once carried out the store at once, and nobody could come before it."""
+    kernel = EmulatedKernel(inline_samples.calling(SLOW_STORE, "f"))
+    with pytest.raises(EmulationError, match=r"a TMA store still reads a static .*, and thread 32"):
+        kernel(torch.zeros(128), seed=2)  # late
+
+
 TICKETS = """__device__ void f(float* x) {
   __shared__ int next[1];
   if (threadIdx.x == 0) next[0] = 0;

@@ -125,10 +125,12 @@ def main() -> int:
     parser.add_argument("kernel")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=10)
+    parser.add_argument("--only", default="", metavar="FILE:LINE", help="the end of its place")
     parser.add_argument("--list", action="store_true", help="run none")
     asked = parser.parse_args()
     folder, survivors = None if asked.list else copied(), 0
-    for mutant in drawn(asked.kernel, asked.seed, asked.count):
+    mutants = drawn(asked.kernel, asked.seed, asked.count)
+    for mutant in (m for m in mutants if f"{m.path}:{m.line}".endswith(asked.only)):
         data, started, said = (ROOT / mutant.path).read_bytes(), cpu_seconds(), ""
         if folder is not None:
             (folder / mutant.path).write_bytes(mutant.applied(data))

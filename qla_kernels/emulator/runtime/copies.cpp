@@ -160,6 +160,14 @@ void bulk_store_add(float* global, const float* shared, uint32_t bytes) {
 
 void wait_for_groups(Copy kind, Groups& groups, int in_flight) {
   int last = groups.open - 1 - in_flight;
+  if (kind == Copy::TmaStore) {  // others go on while a store reads; of cp.async there are too many
+    auto mine = [&, me = current](const Pending& copy) {
+      return copy.issuer == me && copy.kind == kind && copy.group <= last;
+    };
+    const auto& pending = block->pending;
+    wait_until([&] { return std::none_of(pending.begin(), pending.end(), mine); },
+               [] { return std::string("waiting for its TMA store"); });
+  }
   finish(current, kind, last);
   groups.last_waited = std::max(groups.last_waited, last);
 }
