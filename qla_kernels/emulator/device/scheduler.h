@@ -52,17 +52,23 @@ struct Pending {
   std::function<void()> land;
 };
 
-// Of each warpgroup, how many of its products are known to be done: by a thread, which has waited for
-// them, or was told; and by what tells it, a barrier or a warp's meeting.
+using Products = uint32_t[kMostWarpgroups];  // how many, of each warpgroup
+
+// What is known of products: by a thread, which has issued them, has waited for them, or was told;
+// and by what tells it, a barrier or a warp's meeting.
 struct Known {
-  uint32_t products[kMostWarpgroups] = {};
+  Products issued = {}, done = {};
   void join(const Known& other) {
-    for (int i = 0; i < kMostWarpgroups; ++i)
-      products[i] = products[i] > other.products[i] ? products[i] : other.products[i];
+    for (int i = 0; i < kMostWarpgroups; ++i) {
+      issued[i] = issued[i] > other.issued[i] ? issued[i] : other.issued[i];
+      done[i] = done[i] > other.done[i] ? done[i] : other.done[i];
+    }
   }
-  bool lacks(const Known& other) const {
+  // Who does not even know that a product was issued was not told to go on behind it.
+  bool only_issued(const Products& products) const {
     bool any = false;
-    for (int i = 0; i < kMostWarpgroups; ++i) any |= products[i] < other.products[i];
+    for (int i = 0; i < kMostWarpgroups; ++i)
+      any |= done[i] < products[i] && issued[i] >= products[i];
     return any;
   }
 };

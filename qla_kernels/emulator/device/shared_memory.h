@@ -6,8 +6,8 @@
 // The guard is the mbarrier that the writer waited for last: in a ring, the slot's `free`. Whoever
 // arrives at it gives the slot away.
 //
-// They also have a note of the last product of each warpgroup that reads them. Who writes to them
-// must know that it is done: see Known.
+// They also have a note of the last product of each warpgroup that reads them. Who writes to them and
+// knows that it was issued must know that it is done: see Known.
 #pragma once
 
 #include "scheduler.h"
@@ -21,13 +21,17 @@ struct Write {
   int16_t thread = kCopy, guard = -1;
 };
 
+struct Reads {
+  Products products = {};
+};
+
 struct SharedMemory {
   static constexpr uint32_t kStaticCapacity = 16384;  // descriptors reach 256 KB, dynamic has 227
   uint8_t* begin;  // address 0 of the shared window
   uint32_t dynamic_bytes;
   uint32_t static_bytes = 0;  // in use by the running block
   std::vector<Write> writes = {};  // of each 16 bytes, the last
-  std::vector<Known> reads = {};   // of each 16 bytes, products that have to be done before another
+  std::vector<Reads> reads = {};   // of each 16 bytes
   uint8_t* dynamic() const { return begin + kStaticCapacity; }
   uint8_t* end() const { return dynamic() + dynamic_bytes; }
 };
@@ -52,7 +56,7 @@ inline void note_write(const void* shared, size_t bytes, const Writer& writer, b
   size_t last = (first + bytes - 1) / Write::kBytes;
   auto thread = int16_t(copy ? Write::kCopy : writer.thread), guard = int16_t(writer.guard);
   for (size_t i = first / Write::kBytes; i <= last; ++i) {
-    if (writer.known.lacks(block->shared->reads[i])) report_race(writer, i);
+    if (writer.known.only_issued(block->shared->reads[i].products)) report_race(writer, i);
     block->shared->writes[i] = {block->clock, thread, guard};
   }
 }

@@ -256,9 +256,10 @@ std::string about_overwritten(const char* reader, const Where& where, uint32_t s
 }
 
 void report_race(const Writer& writer, size_t piece) {
-  const Known& reads = block->shared->reads[piece];
+  const Products& reads = block->shared->reads[piece].products;
+  const Known& known = writer.known;
   int group = 0;
-  while (writer.known.products[group] >= reads.products[group]) ++group;
+  while (known.done[group] >= reads[group] || known.issued[group] < reads[group]) ++group;
   const WgmmaQueue& queue = block->warpgroups[group];
   std::string guard =
       writer.guard < 0 ? "it has waited for no mbarrier"
@@ -267,7 +268,7 @@ void report_race(const Writer& writer, size_t piece) {
   fail("writes to %s, where a wgmma of threads %d..%d%s may still read: %s. Arrive, or release the "
        "slot, behind T.wait_wgmma; wait for the slot before it is written",
        place(uint32_t(piece) * Write::kBytes).c_str(), group * kWarpgroup,
-       (group + 1) * kWarpgroup - 1, at(queue.lines[reads.products[group] - 1]).c_str(),
+       (group + 1) * kWarpgroup - 1, at(queue.lines[reads[group] - 1]).c_str(),
        guard.c_str());
 }
 

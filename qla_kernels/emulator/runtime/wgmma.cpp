@@ -103,7 +103,8 @@ void execute(const Wgmma& w) {
     }
 }
 
-WgmmaQueue& my_queue() { return block->warpgroups[current->index / kWarpgroup]; }
+int my_group() { return current->index / kWarpgroup; }
+WgmmaQueue& my_queue() { return block->warpgroups[my_group()]; }
 
 // Instructions that every thread of the warpgroup has issued and some wait has covered are forgotten.
 void drop_finished(WgmmaQueue& queue) {
@@ -132,10 +133,9 @@ void issue_wgmma(const WgmmaShape& shape, uint64_t a, const uint32_t* a_register
     w.where = where;
     queue.lines.push_back(where);
     visit_operands(w, [&](uint32_t address) {
-      if (owned(address)) {
-        Known& reads = block->shared->reads[address / Write::kBytes];
-        reads.products[current->index / kWarpgroup] = uint32_t(queue.lines.size());
-      }
+      if (owned(address))
+        block->shared->reads[address / Write::kBytes].products[my_group()] =
+            uint32_t(queue.lines.size());
       if (!unfenced(address)) return;
       note(about_unfenced("wgmma", where, address));
       w.unfenced = true;
@@ -143,6 +143,7 @@ void issue_wgmma(const WgmmaShape& shape, uint64_t a, const uint32_t* a_register
   }
   if (++w.issued == kWarpgroup) w.time = ++block->clock;
   current->wgmmas.last_used = current->wgmmas.open;
+  current->known.issued[my_group()] = uint32_t(current->wgmmas_issued);
 }
 
 void commit_wgmmas() {
@@ -176,7 +177,7 @@ void wait_for_wgmmas(int in_flight, Where where) {
              [&] { return "waiting for wgmma" + at(where); });
   for (; queue.done < needed; ++queue.done)
     execute(queue.instructions[queue.done - queue.first]);
-  uint32_t& known = current->known.products[current->index / kWarpgroup];
+  uint32_t& known = current->known.done[my_group()];
   known = std::max(known, uint32_t(needed));
   drop_finished(queue);
 }
