@@ -38,6 +38,21 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "any number but 0 is a failure",
     (
         "native/making.c",
+        "if (torch.api->from_python(PyTuple_GetItem(constants, i), &t)) return -1;",
+        "if (torch.api->from_python(PyTuple_GetItem(constants, i), &t)) return -2;",
+    ): "any number but 0 is a failure",
+    (
+        "native/making.c",
+        "if (read_step(&p->step[p->steps], step, bases, p->events, device)) return -1;",
+        "if (read_step(&p->step[p->steps], step, bases, p->events, device)) return -2;",
+    ): "any number but 0 is a failure",
+    (
+        "native/making.c",
+        "&& !memcmp(x->base, y->base, sizeof x->base)",
+        "&& !memcmp(y->base, x->base, sizeof x->base)",
+    ): "equal in any order",
+    (
+        "native/making.c",
         "&& !memcmp(x->offset, y->offset, sizeof x->offset);",
         "&& !memcmp(y->offset, x->offset, sizeof x->offset);",
     ): "equal in any order",
