@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from .attention.workloads import LONG_PROMPTS
 from .harness.records import MISSING, NOT_APPLICABLE, OK, Result, Row, Run
+from .harness.workload import POOLED
 
 SLOWER = "▼"
 UNFINISHED = ("fa4_calls",)  # parts of a result: no rival that anyone can use
 TITLES = Path(__file__).with_name("operations.json")  # of kinds of rows, in the order of tables
 OPERATIONS: dict[str, str] = json.loads(TITLES.read_text())
-SERVING = ("pool_prefill", "pool_decode", "drafts", "decoding")
 TABLES = ("trainer", "model", "gdn", "conv", "dualkv", "hybrid", "sparse_ring", "serving", "ranks")
 EACH_RIVAL = ("trainer", "model", "dualkv", "serving")  # a line for each, not for the best alone
 MOST = 3  # rows of a group that have a line each
@@ -149,7 +149,7 @@ def newest(runs: Sequence[Run], table: str) -> list[Pair]:
 
 
 def table_of(row: Row) -> str:
-    of_kind = "serving" if row.kind in SERVING else row.kind.partition("_")[0]
+    of_kind = "serving" if row.kind in POOLED else row.kind.partition("_")[0]
     return of_kind if row.family == "gdn" and of_kind in TABLES else row.family
 
 

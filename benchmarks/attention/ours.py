@@ -5,19 +5,45 @@ for all layers, or for a layer once for forward and backward.
 """
 
 import importlib
-from dataclasses import astuple
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..harness.adapters import Call, Implementation, Outputs
+from ..harness.adapters import Call, Implementation, Outputs, backward_of
 from ..hybrid.layers import packed
 from ..hybrid.mixing import Attends
-from .problem import AttentionInputs, autograd_backward, outputs, recall
+from .problem import AttentionInputs, outputs, recall
 from .workloads import WIDE, DecoderLayer, SharedPrompts, VerticalSlash
 
 ATTENTION_ALONE = "it is timed as attention alone"
+Unary = Callable[[Tensor], Tensor]
+
+
+def low_level(
+    qkv: Sequence[Tensor],
+    do: Tensor | None,
+    forward: Callable[[], Any],
+    backward: Callable[..., Any],
+    public: Callable[..., Tensor],
+    once: Unary = lambda x: x,
+    summed: Unary = lambda x: x,
+) -> Call:
+    """By functions of one direction, and as a model calls `public`; a backward has run its forward.
+
+    `once` and `summed` give o, and gradients, the rows that a truth has.
+    """
+    if do is None:
+        return Call(forward, lambda raw: outputs(once(raw[0])), lambda: lambda: public(*qkv))
+    saved = forward()
+    return Call(
+        lambda: backward(*saved),
+        lambda raw: outputs(*map(summed, raw[:3])),
+        lambda: backward_of(public, qkv, do),
+    )
 
 
 class Ours(Implementation):
@@ -48,23 +74,13 @@ class OursDualKV(Ours):
         q, k, v, do = inputs[:4]
         scale = workload.head_dim**-0.5
 
-        def forward() -> Any:
-            return ops.dualkv_fwd(q, k, v, tables, scale, 0)
+        def backward(o: Tensor, lse2: Tensor) -> Any:
+            call = do, q, k, v, o, lse2, None, tables, scale, 0, self.deterministic
+            return ops.dualkv_bwd(*call)
 
-        if do is None:
-            return Call(
-                forward,
-                lambda raw: outputs(raw[0]),
-                lambda: lambda: attend(q, k, v),
-            )
-        o, lse2 = forward()
-        return Call(
-            lambda: ops.dualkv_bwd(
-                do, q, k, v, o, lse2, None, tables, scale, 0, self.deterministic
-            ),
-            lambda raw: outputs(*raw),
-            None if self.deterministic else autograd_backward(attend, (q, k, v), do),
-        )
+        forward = partial(ops.dualkv_fwd, q, k, v, tables, scale, 0)
+        call = low_level((q, k, v), do, forward, backward, attend)
+        return replace(call, eager=None) if self.deterministic else call  # no public function does
 
 
 class OursDualKVRepeatable(OursDualKV):
@@ -86,8 +102,8 @@ class OursSparse(Ours):
     def prepare(self, workload: VerticalSlash, inputs: AttentionInputs) -> Call:
         family = importlib.import_module(self.module)
         ops = importlib.import_module(f"{self.module}.ops")
-        q, k, v = (x[None] for x in (inputs.q, inputs.k, inputs.v))
-        _require(family.refusal(q, k, v))
+        q, k, _ = qkv = [x[None] for x in inputs[:3]]
+        _require(family.refusal(*qkv))
         settings = (workload.tokens, workload.head_dim**-0.5)
         if workload.direction == "index":
             budget = family.VerticalSlash()
@@ -99,25 +115,13 @@ class OursSparse(Ours):
         diagonals, columns = workload.mask()
         given = family.FixedVerticalSlash(columns, diagonals)
         index = family.build_index(q, k, family.Dense() if workload.dense else given)
-
-        def forward() -> Any:
-            return ops.vertical_slash_fwd(q, k, v, *index[:3], *settings)
-
-        def attend(*qkv: Tensor) -> Tensor:
-            return torch.as_tensor(family.sparse_attention(*qkv, index=index))
-
-        if inputs.do is None:
-            return Call(
-                forward,
-                lambda raw: outputs(raw[0][0]),
-                lambda: lambda: attend(q, k, v),
-            )
-        saved, do = forward(), inputs.do[None]
-        return Call(
-            lambda: ops.vertical_slash_bwd(q, k, v, *index[:3], *settings, *saved, do, None),
-            lambda raw: outputs(*(x[0] for x in raw)),
-            autograd_backward(attend, (q, k, v), do),
-        )
+        lines, do = (*index[:3], *settings), None if inputs.do is None else inputs.do[None]
+        return low_level(
+            qkv, do, partial(ops.vertical_slash_fwd, *qkv, *lines),
+            lambda *saved: ops.vertical_slash_bwd(*qkv, *lines, *saved, do, None),
+            lambda *qkv: torch.as_tensor(family.sparse_attention(*qkv, index=index)),
+            once=lambda x: x[0], summed=lambda x: x[0],
+        )  # fmt: skip
 
 
 def _recall(inputs: AttentionInputs, raw: Any) -> Outputs:

@@ -6,8 +6,8 @@ An index is judged by what its lines hold, beside what the definition's lines ho
 of the first key head.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -151,19 +151,6 @@ def outputs(*tensors: Tensor) -> Outputs:
     return {name: x[None] for name, x in zip(names, tensors, strict=True)}
 
 
-def autograd_backward(
-    forward: Callable[..., Tensor], tensors: Sequence[Tensor], upstream: Tensor
-) -> Callable[[], Callable[[], Any]]:
-    """Makes a public function's backward as a model calls it; it has run its forward."""
-
-    def made() -> Callable[[], Any]:
-        leaves = [x.detach().requires_grad_() for x in tensors]
-        o = forward(*leaves)
-        return lambda: torch.autograd.grad(o, leaves, upstream, retain_graph=True)
-
-    return made
-
-
 def recall(
     inputs: AttentionInputs, columns: Tensor, diagonals: Tensor, heads: slice = slice(None)
 ) -> Outputs:
@@ -230,25 +217,19 @@ def replicas(workload: AttentionWorkload, device: torch.device, padded: bool = F
     Under a causal mask no token sees what is behind it, and what is behind has no gradient, so
     that padding may be any token: the first.
     """
-    source, first, position, lengths = [], [], [], []
-    pairs = list(workload.sequences())
+    source, first, lengths = list[Tensor](), list[Tensor](), list[int]()
+    pairs, before = list(workload.sequences()), range(0)
     longest = max(len(prompt) + len(response) for prompt, response in pairs)
-    before = range(0)
     for prompt, response in pairs:
         length = len(prompt) + len(response)
         behind = longest - length if padded else 0
         source += [torch.arange(r.start, r.stop) for r in (prompt, response)]
-        source.append(torch.zeros(behind, dtype=torch.int64))
         first += [torch.full((len(prompt),), prompt != before), torch.ones(len(response)).bool()]
+        source.append(torch.zeros(behind, dtype=torch.int64))
         first.append(torch.zeros(behind, dtype=torch.bool))
-        position.append(torch.arange(length + behind))
         lengths.append(length + behind)
         before = prompt
-    return Replicas(
-        torch.cat(source).to(device),
-        torch.cat(position).to(device),
-        torch.cat(first).to(device),
-        torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32),
-        tuple(lengths),
-        workload.tokens,
-    )
+    position = torch.cat([torch.arange(n) for n in lengths])
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    where = (x.to(device) for x in (torch.cat(source), position, torch.cat(first), bounds))
+    return Replicas._make([*where, tuple(lengths), workload.tokens])

@@ -6,7 +6,7 @@ rival to beat.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -16,26 +16,28 @@ from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from ..harness.adapters import Call, Implementation, Outputs
+from ..harness.adapters import Call, Implementation, Outputs, backward_of
 from ..hybrid.layers import whole
 from ..hybrid.mixing import Attends
-from .ours import ATTENTION_ALONE, ours
-from .problem import (
-    AttentionInputs,
-    AttentionWorkload,
-    Visible,
-    autograd_backward,
-    outputs,
-    replicas,
-)
+from .ours import ATTENTION_ALONE, Unary, low_level, ours
+from .problem import AttentionInputs, AttentionWorkload, Visible, outputs, replicas
 from .workloads import DecoderLayer, SharedPrompts
 
 FLEX_BLOCK = 128  # rows and columns of FlexAttention's blocks
 LENGTHS = 256  # that a process may compile FlexAttention for; torch gives up after 8
 
 
-def _bounds(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+def by_autograd(
+    qkv: Sequence[Tensor],
+    do: Tensor | None,
+    attend: Callable[..., Tensor],
+    once: Unary,
+    summed: Unary,
+) -> Call:
+    """A public function, or its backward; `once` and `summed` are those of `low_level`."""
+    if do is None:
+        return Call.public(lambda: attend(*qkv), lambda raw: outputs(once(raw.detach())))
+    return Call.public(backward_of(attend, qkv, do), lambda raw: outputs(*map(summed, raw)))
 
 
 def _unmasked(workload: AttentionWorkload) -> bool:
@@ -57,31 +59,32 @@ class FlashAttention4(Implementation):
     def prepare(self, workload: AttentionWorkload, inputs: Any) -> Call:
         ops = importlib.import_module(self.module)
         full = replicas(workload, inputs[0].device)
-        spans = _spans(full.cu_seqlens, max(full.lengths), full.cu_seqlens, max(full.lengths))
+        spans = _spans(full.lengths, full.lengths, inputs[0].device)
         options = {"causal": True, "softmax_scale": workload.head_dim**-0.5, **spans}
         attend = partial(ops.flash_attn_varlen_func, return_lse=True, **options)
+
+        def public(*qkv: Tensor) -> Tensor:
+            return torch.as_tensor(attend(*qkv)[0])
+
         if isinstance(workload, DecoderLayer):
-            return whole(workload, inputs, lambda _: Attends(lambda *qkv: attend(*qkv)[0]))
-        q, k, v = (x[full.source] for x in inputs[:3])
+            return whole(workload, inputs, lambda _: Attends(public))
+        q, k, v = qkv = [x[full.source] for x in inputs[:3]]
+        do = None if inputs.do is None else full.upstream(inputs.do)
 
-        def forward() -> Any:
-            return attend(q, k, v)
+        def backward(o: Tensor, lse: Tensor) -> Any:
+            return ops._flash_attn_bwd(q, k, v, o, do, lse, **options)
 
-        if inputs.do is None:
-            return Call(forward, lambda raw: outputs(full.once(raw[0])), lambda: forward)
-        o, lse = forward()
-        do = full.upstream(inputs.do)
-        return Call(
-            lambda: ops._flash_attn_bwd(q, k, v, o, do, lse, **options),
-            lambda raw: outputs(*(full.summed(x) for x in raw[:3])),
-            autograd_backward(lambda *qkv: attend(*qkv)[0], (q, k, v), do),
-        )
+        return low_level(qkv, do, partial(attend, *qkv), backward, public, full.once, full.summed)
 
 
-def _spans(cu_q: Tensor, longest_q: int, cu_k: Tensor, longest_k: int) -> dict[str, Any]:
+def _spans(lengths: Sequence[int], of_keys: Sequence[int], device: torch.device) -> dict[str, Any]:
+    """Sequences of queries, and those of the keys that they see."""
+    cu_q, cu_k = (
+        torch.tensor([0, *x]).cumsum(0).to(device, torch.int32) for x in (lengths, of_keys)
+    )
     return {
         "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k,
-        "max_seqlen_q": longest_q, "max_seqlen_k": longest_k,
+        "max_seqlen_q": max(lengths), "max_seqlen_k": max(of_keys),
     }  # fmt: skip
 
 
@@ -104,69 +107,59 @@ class FlashAttention4Shared(Implementation):
         return None if any(r for _, r in workload.groups) else "nothing is shared"
 
     def prepare(self, workload: SharedPrompts, inputs: AttentionInputs) -> Call:
-        ops = importlib.import_module(self.module)
-        device, scale = inputs.q.device, workload.head_dim**-0.5
+        ops, device = importlib.import_module(self.module), inputs.q.device
         pairs = list(workload.sequences())
         prompts = list(dict.fromkeys(prompt for prompt, _ in pairs))
-        in_prompt = torch.cat([torch.arange(p.start, p.stop) for p in prompts]).to(device)
-        in_response = torch.cat([torch.arange(r.start, r.stop) for _, r in pairs]).to(device)
-        prompt_lengths = tuple(len(p) for p in prompts)
-        response_lengths = tuple(len(r) for _, r in pairs)
-        group_lengths = tuple(sum(r) for _, r in workload.groups)  # all queries of one prompt
-        cu_prompts, cu_responses, cu_groups = (
-            _bounds(x, device) for x in (prompt_lengths, response_lengths, group_lengths)
+        responses = [response for _, response in pairs]
+        in_prompt, in_response = (
+            torch.cat([torch.arange(x.start, x.stop) for x in ranges]).to(device)
+            for ranges in (prompts, responses)
         )
-        own_prompt = _spans(cu_prompts, max(prompt_lengths), cu_prompts, max(prompt_lengths))
-        on_prompt = _spans(cu_groups, max(group_lengths), cu_prompts, max(prompt_lengths))
-        own = _spans(cu_responses, max(response_lengths), cu_responses, max(response_lengths))
-        calls = ((own_prompt, True), (on_prompt, False), (own, True))
-        p = [x[in_prompt] for x in (inputs.q, inputs.k, inputs.v)]
-        r = [x[in_response] for x in (inputs.q, inputs.k, inputs.v)]
-        operands = (p, [r[0], p[1], p[2]], r)
-
+        p, r = ([x[at] for x in inputs[:3]] for at in (in_prompt, in_response))
+        of_prompt, of_response = list(map(len, prompts)), list(map(len, responses))
+        of_group = [sum(lengths) for _, lengths in workload.groups]  # all queries of one prompt
+        calls = []
+        for qkv, lengths, causal in (
+            (p, (of_prompt, of_prompt), True),
+            ([r[0], *p[1:]], (of_group, of_prompt), False),
+            (r, (of_response, of_response), True),
+        ):
+            options = {"causal": causal, "softmax_scale": workload.head_dim**-0.5}
+            calls.append((qkv, {**options, **_spans(*lengths, device)}))
         merged = torch.compile(merge, fullgraph=True) if inputs.q.is_cuda else merge
 
         def forward() -> Any:
-            return [
-                ops.flash_attn_varlen_func(
-                    *qkv, return_lse=True, causal=causal, softmax_scale=scale, **spans
-                )
-                for qkv, (spans, causal) in zip(operands, calls, strict=True)
-            ]
+            attend = ops.flash_attn_varlen_func
+            return [attend(*qkv, return_lse=True, **options) for qkv, options in calls]
 
         def joined(parts: Any) -> Any:
             return parts[0], merged(parts[1], parts[2])
 
-        def collect(raw: Any) -> Outputs:
-            o = torch.empty_like(inputs.q)
-            o[in_prompt], o[in_response] = raw[0][0], raw[1][0]
-            return outputs(o)
+        def packed(*tensors: Any) -> Outputs:
+            """Of each tensor the rows of prompts and those of responses, where they were."""
+            qkv = inputs.q, inputs.k, inputs.v
+            found = [torch.empty_like(x) for x in qkv[: len(tensors)]]
+            for x, (prompt, response) in zip(found, tensors, strict=True):
+                x[in_prompt], x[in_response] = prompt, response
+            return outputs(*found)
 
         if inputs.do is None:
-            return self._call(forward, joined, collect)
-        of_prompt, of_response = joined(forward())
+            return self._call(forward, joined, lambda raw: packed((raw[0][0], raw[1][0])))
+        of_prompts, of_responses = joined(forward())
         do_prompt, do_response = inputs.do[in_prompt], inputs.do[in_response]
-        results = (
-            (*of_prompt, do_prompt), (*of_response, do_response), (*of_response, do_response),
-        )  # fmt: skip
+        upstream = (*of_prompts, do_prompt), *[(*of_responses, do_response)] * 2
 
         def backward() -> Any:
             return [
-                ops._flash_attn_bwd(*qkv, o, do, lse, causal=causal, softmax_scale=scale, **spans)
-                for qkv, (spans, causal), (o, lse, do) in zip(operands, calls, results, strict=True)
+                ops._flash_attn_bwd(*qkv, o, do, lse, **options)
+                for (qkv, options), (o, lse, do) in zip(calls, upstream, strict=True)
             ]
 
         def added(parts: Any) -> Any:
             a, b, c = (part[:3] for part in parts)
             return (a[0], b[0] + c[0]), (a[1] + b[1], c[1]), (a[2] + b[2], c[2])
 
-        def collect_gradients(raw: Any) -> Outputs:
-            packed = [torch.empty_like(x) for x in (inputs.q, inputs.k, inputs.v)]
-            for x, (prompt, response) in zip(packed, raw, strict=True):
-                x[in_prompt], x[in_response] = prompt, response
-            return outputs(*packed)
-
-        return self._call(backward, added, collect_gradients)
+        return self._call(backward, added, lambda raw: packed(*raw))
 
     def _call(
         self,
@@ -180,7 +173,7 @@ class FlashAttention4Shared(Implementation):
             return together(parts())
 
         if self.merges:
-            return Call(run, collect, lambda: run)
+            return Call.public(run, collect)
         return Call(parts, lambda raw: collect(together(raw)))
 
 
@@ -235,19 +228,9 @@ class CudnnAttention(Implementation):
         if isinstance(workload, DecoderLayer):
             return whole(workload, inputs, lambda _: Attends(attend))
         # with gradients, so that a forward keeps its log-sum-exp as everyone's does
-        leaves = [x[full.source].requires_grad_() for x in inputs[:3]]
-
-        def forward() -> Tensor:
-            return attend(*leaves)
-
-        if inputs.do is None:
-            return Call(forward, lambda raw: outputs(full.once(raw.detach())), lambda: forward)
-        o, do = forward(), full.upstream(inputs.do)
-
-        def backward() -> Any:
-            return torch.autograd.grad(o, leaves, do, retain_graph=True)
-
-        return Call(backward, lambda raw: outputs(*(full.summed(x) for x in raw)), lambda: backward)
+        qkv = [x[full.source].requires_grad_() for x in inputs[:3]]
+        do = None if inputs.do is None else full.upstream(inputs.do)
+        return by_autograd(qkv, do, attend, full.once, full.summed)
 
 
 class FlexAttention(Implementation):
@@ -273,20 +256,10 @@ class FlexAttention(Implementation):
             dynamo_config.recompile_limit = LENGTHS
             attend = torch.compile(attend, fullgraph=True, dynamic=False)
         mask = block_mask(flex, inputs.visible, workload.tokens, inputs.q.device)
-        q, k, v = (_heads_first(x) for x in inputs[:3])
-
-        def forward() -> Any:
-            return attend(q, k, v, block_mask=mask, enable_gqa=True)
-
-        if inputs.do is None:
-            return Call(forward, lambda raw: outputs(_tokens_first(raw)), lambda: forward)
-        leaves, do = [x.requires_grad_() for x in (q, k, v)], _heads_first(inputs.do)
-        o = forward()
-
-        def backward() -> Any:
-            return torch.autograd.grad(o, leaves, do, retain_graph=True)
-
-        return Call(backward, lambda raw: outputs(*map(_tokens_first, raw)), lambda: backward)
+        do = None if inputs.do is None else _heads_first(inputs.do)
+        call = partial(attend, block_mask=mask, enable_gqa=True)
+        qkv = [_heads_first(x) for x in inputs[:3]]
+        return by_autograd(qkv, do, call, _tokens_first, _tokens_first)
 
 
 def _heads_first(x: Tensor) -> Tensor:

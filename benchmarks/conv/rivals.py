@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, pad, silu
 
-from ..harness.adapters import Call, Implementation, Outputs
+from ..harness.adapters import Call, Implementation, Outputs, backward_of
 from ..harness.floor import Work
 from ..harness.truth import Truth
 from .workloads import GROUP, Convolution
@@ -130,15 +130,13 @@ class _Recorded(Implementation):
 
     def prepare(self, workload: Convolution, inputs: ConvInputs) -> Call:
         convolve, dy = self.convolution(inputs), inputs.dy
-        leaves = [x.detach().requires_grad_(dy is not None) for x in inputs[:3]]
-        row = leaves[0].T[None]
+
+        def rows(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+            return torch.as_tensor(convolve(x.T[None], weight, bias))
+
         if dy is None:
-            return Call(lambda: convolve(row, *leaves[1:]), lambda raw: outputs(raw[0].T))
-        y, upstream = convolve(row, *leaves[1:]), dy.T[None]
-        return Call(
-            lambda: torch.autograd.grad(y, leaves, upstream, retain_graph=True),
-            lambda raw: outputs(*raw),
-        )
+            return Call(lambda: rows(*inputs[:3]), lambda raw: outputs(raw[0].T))
+        return Call(backward_of(rows, inputs[:3], dy.T[None]), lambda raw: outputs(*raw))
 
 
 class CausalConv1d(_Recorded):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..harness.adapters import Call, Implementation, Outputs
 from .problem import GdnInputs, gradients
-from .workloads import KERNELS, Gdn
+from .workloads import KERNELS, Gdn, Sequences
 
 
 def through_autograd(
@@ -120,7 +120,7 @@ def decoding(module: str, workload: Gdn, inputs: GdnInputs) -> Call:
             initial_state=inputs.initial_state, output_final_state=True,
         )  # fmt: skip
 
-    return Call(run, lambda raw: {"o": raw[0].view(packed), "ht": raw[1]}, lambda: run)
+    return Call.public(run, lambda raw: {"o": raw[0].view(packed), "ht": raw[1]})
 
 
 def pool_decoding(module: str, workload: Gdn, inputs: GdnInputs) -> Call:
@@ -145,7 +145,7 @@ def pool_decoding(module: str, workload: Gdn, inputs: GdnInputs) -> Call:
         pool.reject(slots, tokens)
         return o
 
-    return Call(run, lambda o: {"o": o.view(packed)}, lambda: run)
+    return Call.public(run, lambda o: {"o": o.view(packed)})
 
 
 class Ours(Implementation):
@@ -171,7 +171,7 @@ class Ours(Implementation):
         function = importlib.import_module(self.module).chunk_gated_delta_rule
         bounds: dict[str, Any] = {
             "cu_seqlens": inputs.cu_seqlens,
-            "cu_seqlens_cpu": _on_host(inputs),
+            "cu_seqlens_cpu": on_host(inputs),
         }
         if self.keeps is not None:
             bounds["enable_fwd_cp_cache"] = self.keeps
@@ -181,7 +181,7 @@ class Ours(Implementation):
 
     def _low_level(self, workload: Gdn, inputs: GdnInputs) -> Call:
         ops, public = importlib.import_module(self.module), partial(self._public, workload, inputs)
-        options = {"cu_seqlens_cpu": _on_host(inputs), **self.choices}
+        options = {"cu_seqlens_cpu": on_host(inputs), **self.choices}
         return two_functions(ops, workload, inputs, public, options, self.training, self.keeps)
 
     def _kernel(self, workload: Gdn, inputs: GdnInputs) -> Call:
@@ -247,9 +247,9 @@ class OursPool(Ours):
         return pool_decoding(self.module, workload, inputs)
 
 
-def _on_host(inputs: GdnInputs) -> Tensor:
+def on_host(packed: GdnInputs | Sequences) -> Tensor:
     """cu_seqlens, as a caller knows them who packed the sequences."""
-    return torch.tensor([0, *inputs.lengths]).cumsum(0)
+    return torch.tensor([0, *packed.lengths]).cumsum(0)
 
 
 def ours() -> list[Implementation]:

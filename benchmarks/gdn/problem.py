@@ -13,6 +13,7 @@ autograd through it. Inputs are the rounded ones that the implementation got.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -136,18 +137,25 @@ def gradients(
 
 
 def gdn_truth(workload: Gdn, inputs: GdnInputs) -> Truth:
-    num_key_heads = workload.heads[0]
     on_gpu = inputs.q.is_cuda
-    heads = tuple(range(num_key_heads)) if on_gpu else tuple(sorted({0, num_key_heads - 1}))
+    truth = truth_by_heads(workload, inputs, lambda some: _evaluate(workload, some, on_gpu))
+    # a few tokens change little of a state: bf16's limit would let wrong ones pass
+    return truth._replace(in_fp32=("ht",)) if workload.decode else truth
+
+
+def truth_by_heads(
+    workload: Gdn, inputs: GdnInputs, evaluate: Callable[[GdnInputs], Outputs]
+) -> Truth:
+    """`evaluate` of all key heads, a few at a time; without a GPU of the first and the last."""
+    count, on_gpu = workload.heads[0], inputs.q.is_cuda
+    heads = tuple(range(count)) if on_gpu else tuple(sorted({0, count - 1}))
     step = heads_at_once(workload) if on_gpu else len(heads)
     parts = []
     for i in range(0, len(heads), step):
-        some = of_heads(inputs, heads[i : i + step], num_key_heads)
-        parts.append({name: x.float() for name, x in _evaluate(workload, some, on_gpu).items()})
-    want = {name: torch.cat([p[name] for p in parts], dim=head_axis(name)) for name in parts[0]}
-    # a few tokens change little of a state: bf16's limit would let wrong ones pass
-    in_fp32 = ("ht",) if workload.decode else ("g_cum",)
-    return Truth(want, heads, num_key_heads, in_fp32)
+        found = evaluate(of_heads(inputs, heads[i : i + step], count))
+        parts.append({name: x.float() for name, x in found.items()})
+    want = {name: torch.cat([p[name] for p in parts], head_axis(name)) for name in parts[0]}
+    return Truth(want, heads, count)
 
 
 def heads_at_once(workload: Gdn) -> int:

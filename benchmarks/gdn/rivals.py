@@ -149,7 +149,7 @@ class FlashInfer(Implementation):
                 cu_seqlens=inputs.cu_seqlens, use_cp="auto", max_seqlen=max(inputs.lengths),
             )  # fmt: skip
 
-        return Call(run, lambda raw: {"o": raw[0][None], "ht": raw[1].mT}, lambda: run)
+        return Call.public(run, lambda raw: {"o": raw[0][None], "ht": raw[1].mT})
 
 
 class Definition(Implementation):

@@ -9,12 +9,14 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+
+from .workload import POOLED
 
 Outputs = dict[str, Tensor]
 INSTALLING = "docs/install.md#compare-with-other-libraries says what installs it"
@@ -30,6 +32,20 @@ class Call:
     eager: Callable[[], Callable[[], Any]] | None = None
     capture: bool = True  # False: it is timed as Python makes it, and has no graph
 
+    @classmethod
+    def public(cls, run: Callable[[], Any], collect: Callable[[Any], Outputs]) -> "Call":
+        """A call of a public function: eager calls are the same."""
+        return cls(run, collect, lambda: run)
+
+
+def backward_of(
+    function: Callable[..., Any], tensors: Iterable[Tensor], upstream: Any
+) -> Callable[[], Any]:
+    """The gradients of a public function as a model asks for them; it has run its forward."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    outputs = function(*leaves)
+    return lambda: torch.autograd.grad(outputs, leaves, upstream, retain_graph=True)
+
 
 class Implementation:
     name: str  # ours begin with "ours"
@@ -41,8 +57,12 @@ class Implementation:
     by_length = False  # it compiles for every workload anew, and keeps what it compiled on disk
     leaves_out: ClassVar[tuple[str, ...]] = ()  # results that it does not return
     rounds: ClassVar[tuple[str, ...]] = ()  # fp32 results that it computes with 16-bit numbers
-    serves: ClassVar[tuple[str, ...]] = ()  # kinds of workloads on pools that it has a call for
     lacks: ClassVar[dict[str, str]] = {}  # by kind of workload: why it has no call for it
+
+    @property
+    def serves(self) -> tuple[str, ...]:
+        """Kinds of workloads on pools: those that it has a method for."""
+        return tuple(kind for kind in POOLED if hasattr(self, kind))
 
     def missing(self) -> str | None:
         """Why it cannot run on this machine at all; None when it can."""
@@ -77,7 +97,9 @@ class Implementation:
         return self.lacks.get(workload.kind)
 
     def prepare(self, workload: Any, inputs: Any) -> Call:
-        raise NotImplementedError
+        """By the method of the workload's kind, unless there is one way for all."""
+        call: Call = getattr(self, workload.kind)(workload, inputs)
+        return call
 
 
 def describe(error: BaseException) -> str:

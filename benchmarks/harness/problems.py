@@ -19,14 +19,7 @@ from ..hybrid.step import DecodeStep, step_inputs, step_truth, step_work
 from ..hybrid.workloads import HybridPart
 from ..model.problem import model_inputs, model_truth, model_work
 from ..model.workloads import ModelStep
-from ..serving.problem import (
-    decode_inputs,
-    decode_truth,
-    decode_work,
-    prefill_inputs,
-    prefill_truth,
-    prefill_work,
-)
+from ..serving.problem import prefill_inputs, prefill_truth, prefill_work
 from ..serving.workloads import LayerStep, PoolDecode, PoolPrefill
 from .floor import Work
 from .truth import Truth
@@ -50,9 +43,8 @@ PARTS: dict[type, Parts] = {
     Gdn: (gdn_inputs, gdn_work, gdn_truth, "cu_seqlens"),
     Convolution: (conv_inputs, conv_work, conv_truth, "bounds"),
     SharedPrompts: ATTENTION, VerticalSlash: ATTENTION, DecoderLayer: LAYER, HybridPart: LAYER,
-    DecodeStep: STEP, LayerStep: STEP,
+    DecodeStep: STEP, LayerStep: STEP, PoolDecode: STEP,
     PoolPrefill: (prefill_inputs, prefill_work, prefill_truth, "cu_seqlens"),
-    PoolDecode: (decode_inputs, decode_work, decode_truth, "weights"),
     ModelStep: (model_inputs, model_work, model_truth, "layers"),
 }  # fmt: skip
 

@@ -6,6 +6,7 @@ from typing import Any, Literal
 Direction = Literal["fwd", "bwd", "both"]
 Heads = tuple[int, int]  # key heads, value heads; of attention key-value heads, query heads
 Lengths = tuple[int, ...]
+POOLED = ("pool_prefill", "pool_decode", "drafts", "decoding")  # kinds of what engines call
 
 
 class Workload:

@@ -1,11 +1,12 @@
 """The block over a packed tree and over whole sequences, and a step of decoding, by our kernels."""
 
-import importlib
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
+
+import qla_kernels
 
 from ..harness.adapters import Call, Implementation
 from .layers import LayerInputs, packed, whole_by_ours
@@ -37,27 +38,27 @@ class OursStep(Implementation):
     module, needs_cuda = "qla_kernels", False
     lacks = dict.fromkeys(PARTS, "only decodes")
 
-    def prepare(self, workload: DecodeStep, inputs: StepInputs) -> Call:
-        package, (a, b) = importlib.import_module(self.module), inputs.gates.unbind(1)
-        taps, A_log, dt_bias, weight = inputs.weights
+    def decoding(self, workload: DecodeStep, inputs: StepInputs) -> Call:
+        assert inputs.last is not None, "a layer convolves"
+        a, b = inputs.gates.unbind(1)
+        A_log, dt_bias, taps, norm = inputs.weights
         rows, z = inputs.rows[:, : workload.channels], gate_of(workload, inputs)
         states, last = inputs.states.clone(), inputs.last.clone().mT
         slots = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
         rule = a, b, A_log, dt_bias, states, slots
 
         def run() -> Tensor:
-            return torch.as_tensor(
-                self.step(package, rows, rule, (last, taps, None, "silu"), z, weight)
-            )
+            return self.step(rows, rule, (last, taps, None, "silu"), z, norm)
 
         # a view of y, but no view of the pool: the harness overwrites results with NaN
-        return Call(run, lambda y: {"o": y.transpose(0, 1), "ht": states.clone()}, lambda: run)
+        return Call.public(run, lambda y: {"o": y.transpose(0, 1), "ht": states.clone()})
 
-    def step(
-        self, package: Any, rows: Tensor, rule: Any, convolution: Any, z: Tensor, weight: Tensor
-    ) -> Any:
+    def step(self, rows: Tensor, rule: Any, convolution: Any, z: Tensor, norm: Tensor) -> Tensor:
         """Returns y [N, 1, HV, V]."""
-        return package.decode_gated_delta_net(rows, *rule, *convolution, z=z, norm_weight=weight)
+        y: Tensor = qla_kernels.decode_gated_delta_net(
+            rows, *rule, *convolution, z=z, norm_weight=norm
+        )
+        return y
 
 
 class OursTwoCalls(OursStep):
@@ -65,11 +66,9 @@ class OursTwoCalls(OursStep):
 
     name, label = "ours_step_two", "ours, two calls"
 
-    def step(
-        self, package: Any, rows: Tensor, rule: Any, convolution: Any, z: Tensor, weight: Tensor
-    ) -> Any:
-        rows = package.causal_conv1d_update(rows, *convolution, rule[-1])
-        return package.packed_decode_gated_delta_rule(rows, *rule, z=z, norm_weight=weight)
+    def step(self, rows: Tensor, rule: Any, convolution: Any, z: Tensor, norm: Tensor) -> Tensor:
+        rows = qla_kernels.causal_conv1d_update(rows, *convolution, conv_state_indices=rule[-1])
+        return qla_kernels.packed_decode_gated_delta_rule(rows, *rule, z=z, norm_weight=norm)
 
 
 class OursApart(OursStep):
@@ -77,12 +76,10 @@ class OursApart(OursStep):
 
     name, label = "ours_step_apart", "ours, torch's norm"
 
-    def step(
-        self, package: Any, rows: Tensor, rule: Any, convolution: Any, z: Tensor, weight: Tensor
-    ) -> Any:
-        rows = package.causal_conv1d_update(rows, *convolution, rule[-1])
-        o = package.packed_decode_gated_delta_rule(rows, *rule)
-        return rms_norm(o, weight.shape, weight, 1e-6) * silu(z).unsqueeze(1)
+    def step(self, rows: Tensor, rule: Any, convolution: Any, z: Tensor, norm: Tensor) -> Tensor:
+        rows = qla_kernels.causal_conv1d_update(rows, *convolution, conv_state_indices=rule[-1])
+        o = qla_kernels.packed_decode_gated_delta_rule(rows, *rule)
+        return rms_norm(o, norm.shape, norm, 1e-6) * silu(z).unsqueeze(1)
 
 
 def known(family: str) -> list[Implementation]:

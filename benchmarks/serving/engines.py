@@ -11,8 +11,8 @@ from ..hybrid.step import StepInputs, gate_of
 from . import engine_functions
 from .engine_functions import CONVOLUTIONS, DRAFTS, PACKED, function
 from .flashinfer import FlashInferGathers, FlashInferPool
-from .ours import Drafted, OursOneToken, OursServing, OursTwo, Serves
-from .problem import DecodeInputs, batch_of, from_minus_one
+from .ours import OursOneToken, OursServing, OursTwo, Serves
+from .problem import Drafted, batch_of, from_minus_one
 from .workloads import LayerStep, PoolDecode
 
 
@@ -20,7 +20,6 @@ class _Engine(Serves):
     """An engine's own Triton functions, from the files of build/engines."""
 
     module = "triton"
-    serves = ("pool_decode", "drafts", "decoding")
     overwrites = False  # what it convolves, unless it is given a place for the result
 
     def installed(self) -> bool:
@@ -31,11 +30,6 @@ class _Engine(Serves):
 
     def version(self) -> str:
         return str(engine_functions.engine_interfaces.VERSIONS[self.name])
-
-    def prepare(self, workload: Any, inputs: Any) -> Call:
-        if isinstance(workload, LayerStep):
-            return self._step(workload, inputs)
-        return (self._verify if workload.drafts else self._decode)(workload, inputs)
 
     def padded(self, slots: Tensor) -> Tensor:
         """Slots as the engine has them."""
@@ -50,9 +44,13 @@ class _Engine(Serves):
             initial_state=states, out=out, ssm_state_indices=slots, use_qk_l2norm_in_kernel=True,
         )  # fmt: skip
 
-    def _decode(self, workload: PoolDecode, inputs: DecodeInputs) -> Call:
-        batch = batch_of(workload, inputs)
-        a, b = inputs.gates.chunk(2, 1)
+    def verifying(self) -> Any:
+        """The function of drafts."""
+        name = "fused_sigmoid_gating_delta_rule_update"
+        return function(self.name, DRAFTS[self.name], name)
+
+    def pool_decode(self, workload: PoolDecode, inputs: StepInputs) -> Call:
+        batch, (a, b) = batch_of(workload, inputs), inputs.gates.unbind(1)
         out = inputs.rows.new_empty(len(a), 1, *inputs.states.shape[1:3])
         slots = self.padded(batch.starts)
 
@@ -60,18 +58,16 @@ class _Engine(Serves):
             self.packed(inputs.rows, a, b, *inputs.weights, batch.pool, out, slots)
             return out
 
-        return Call(run, batch.results, lambda: run)
+        return Call.public(run, batch.results)
 
-    def _verify(self, workload: PoolDecode, inputs: DecodeInputs) -> Call:
-        raise NotImplementedError
-
-    def _step(self, workload: LayerStep, inputs: StepInputs) -> Call:
+    def decoding(self, workload: LayerStep, inputs: StepInputs) -> Call:
         """Three launches: convolution, rule, and the norm of gated_norm.py."""
+        assert inputs.last is not None, "a layer convolves"
         update = function(self.name, CONVOLUTIONS[self.name], "causal_conv1d_update")
         norm = importlib.import_module("benchmarks.serving.gated_norm").gated_norm
         N, C = len(inputs.rows), workload.channels
         (a, b), z = inputs.gates.unbind(1), gate_of(workload, inputs)
-        taps, A_log, dt_bias, weight = inputs.weights
+        A_log, dt_bias, taps, weight = inputs.weights
         slots = torch.arange(1, N + 1, dtype=torch.int32, device=a.device)
         states = torch.cat([inputs.states[:1], inputs.states])
         last = torch.cat([inputs.last[:1], inputs.last]).mT
@@ -84,18 +80,17 @@ class _Engine(Serves):
             self.packed(y, a, b, A_log, dt_bias, states, out, slots)
             return torch.as_tensor(norm(out, z, weight))
 
-        return Call(run, lambda y: {"o": y.transpose(0, 1), "ht": states[1:].clone()}, lambda: run)
+        return Call.public(run, lambda y: {"o": y.transpose(0, 1), "ht": states[1:].clone()})
 
 
 class VLLM(_Engine):
     name, label, distribution = "vllm", "vLLM's Triton", "vllm"
     overwrites = True
 
-    def _verify(self, workload: PoolDecode, inputs: DecodeInputs) -> Call:
-        update = function("vllm", DRAFTS["vllm"], "fused_sigmoid_gating_delta_rule_update")
+    def drafts(self, workload: PoolDecode, inputs: StepInputs) -> Call:
+        update, (A_log, dt_bias) = self.verifying(), inputs.weights
         batch, x = batch_of(workload, inputs), Drafted(workload, inputs)
         q, k, v, a, b = (y.contiguous() for y in (x.q, x.k, x.v, x.a[None], x.b[None]))
-        A_log, dt_bias = inputs.weights
 
         def run() -> Tensor:
             o, _ = update(
@@ -105,7 +100,7 @@ class VLLM(_Engine):
             )  # fmt: skip
             return torch.as_tensor(o)
 
-        return Call(run, batch.results, lambda: run)
+        return Call.public(run, batch.results)
 
 
 class SGLang(_Engine):
@@ -120,11 +115,10 @@ class SGLang(_Engine):
     def padded(self, slots: Tensor) -> Tensor:
         return from_minus_one(slots)
 
-    def _verify(self, workload: PoolDecode, inputs: DecodeInputs) -> Call:
-        update = function("sglang", DRAFTS["sglang"], "fused_sigmoid_gating_delta_rule_update")
+    def drafts(self, workload: PoolDecode, inputs: StepInputs) -> Call:
+        update, (A_log, dt_bias) = self.verifying(), inputs.weights
         batch, x = batch_of(workload, inputs), Drafted(workload, inputs)
         N, width, live = workload.sequences, workload.width, workload.live
-        A_log, dt_bias = inputs.weights
         buffer = inputs.states.new_empty(N, width, *inputs.states.shape[1:])
         slots = self.padded(batch.starts)
         lines = torch.arange(N, dtype=torch.int32, device=slots.device)
@@ -142,7 +136,7 @@ class SGLang(_Engine):
         def collect(o: Tensor) -> dict[str, Tensor]:
             return {**batch.results(o), "ht": buffer[:live].flatten(0, 1)}
 
-        return Call(run, collect, lambda: run)
+        return Call.public(run, collect)
 
 
 def known() -> list[Implementation]:

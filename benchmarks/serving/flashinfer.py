@@ -8,22 +8,15 @@ A machine may have a part of flashinfer-python 0.7.2.post1. What a row's call la
 
 import importlib
 import inspect
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..harness.adapters import Call, describe
-from .ours import Drafted, Serves, checkpoints_of, paged, prefill_results
-from .problem import (
-    DecodeInputs,
-    PrefillInputs,
-    batch_of,
-    from_minus_one,
-    pool_of,
-    shuffled,
-    slots_of,
-)
+from ..hybrid.step import StepInputs
+from .ours import Serves, checkpoints_of, paged, prefill_results
+from .problem import Drafted, PrefillInputs, batch_of, from_minus_one, pool_of, shuffled, slots_of
 from .workloads import PoolDecode, PoolPrefill
 
 PREFILL, DECODE = "flashinfer.gdn_prefill", "flashinfer.gdn_decode"
@@ -49,32 +42,22 @@ def lacking(module: str, name: str, *arguments: str) -> str | None:
 
 class FlashInfer(Serves):
     module, distribution = "flashinfer", "flashinfer-python"
-
-    def call_of(self, workload: Any) -> tuple[str, ...]:
-        """The function that a row calls: module, name, and arguments that a part may lack."""
-        raise NotImplementedError
+    # by kind of row the function that it calls: module, name, and arguments that a part may lack
+    calls: ClassVar[dict[str, tuple[str, ...]]] = {}
 
     def inapplicable(self, workload: Any) -> str | None:
-        return super().inapplicable(workload) or lacking(*self.call_of(workload))
+        reason = super().inapplicable(workload)
+        more = CHECKPOINTS if getattr(workload, "every", 0) else ()
+        return reason or lacking(*self.calls[workload.kind], *more)
 
 
 class FlashInferGathers(FlashInfer):
     """Its functions on gathered states: vLLM's way."""
 
     name, label = "flashinfer_gathers", "FlashInfer, gather and scatter"
-    serves = ("pool_prefill", "pool_decode")
+    calls: ClassVar = {"pool_prefill": PROMPT, "pool_decode": TOKEN}
 
-    def call_of(self, workload: Any) -> tuple[str, ...]:
-        if isinstance(workload, PoolPrefill):
-            return (*PROMPT, *(CHECKPOINTS if workload.every else ()))
-        return TOKEN
-
-    def prepare(self, workload: Any, inputs: Any) -> Call:
-        if isinstance(workload, PoolPrefill):
-            return self._prefill(workload, inputs)
-        return self._decode(workload, inputs)
-
-    def _prefill(self, workload: PoolPrefill, inputs: PrefillInputs) -> Call:
+    def pool_prefill(self, workload: PoolPrefill, inputs: PrefillInputs) -> Call:
         ops, x = importlib.import_module(PREFILL), _Prompts(workload, inputs)
         slots = slots_of(workload, x.v.device)
         pool, out = paged(inputs, slots), torch.empty_like(x.v)
@@ -91,9 +74,9 @@ class FlashInferGathers(FlashInfer):
             pool[ends] = states.to(pool.dtype)
             return out
 
-        return Call(run, lambda o: prefill_results(o[None], pool[ends], x.kept), lambda: run)
+        return Call.public(run, lambda o: prefill_results(o[None], pool[ends], x.kept))
 
-    def _decode(self, workload: PoolDecode, inputs: DecodeInputs) -> Call:
+    def pool_decode(self, workload: PoolDecode, inputs: StepInputs) -> Call:
         ops = importlib.import_module(DECODE)
         batch, call = batch_of(workload, inputs), _tokens(workload, inputs)
         slots = batch.starts.long()
@@ -104,7 +87,7 @@ class FlashInferGathers(FlashInfer):
             batch.pool[slots] = states
             return torch.as_tensor(o)
 
-        return Call(run, batch.results, lambda: run)
+        return Call.public(run, batch.results)
 
 
 class FlashInferPool(FlashInfer):
@@ -114,28 +97,18 @@ class FlashInferPool(FlashInfer):
     """
 
     name, label = "flashinfer_pool", "FlashInfer, in the pool"
-    serves = ("pool_prefill", "pool_decode", "drafts")
+    calls: ClassVar = {
+        "pool_prefill": (*PROMPT, "output_state", "state_indices"),
+        "pool_decode": (*TOKEN, "initial_state", "initial_state_indices"),
+        "drafts": (DECODE, "gated_delta_rule_mtp", "initial_state_indices", "ssm_state_indices"),
+    }
 
-    def call_of(self, workload: Any) -> tuple[str, ...]:
-        if isinstance(workload, PoolPrefill):
-            kept = CHECKPOINTS if workload.every else ()
-            return (*PROMPT, "output_state", "state_indices", *kept)
-        if workload.drafts:
-            return DECODE, "gated_delta_rule_mtp", "initial_state_indices", "ssm_state_indices"
-        return (*TOKEN, "initial_state", "initial_state_indices")
-
-    def prepare(self, workload: Any, inputs: Any) -> Call:
-        if isinstance(workload, PoolPrefill):
-            return self._prefill(workload, inputs)
-        return (self._verify if workload.drafts else self._decode)(workload, inputs)
-
-    def _prefill(self, workload: PoolPrefill, inputs: PrefillInputs) -> Call:
+    def pool_prefill(self, workload: PoolPrefill, inputs: PrefillInputs) -> Call:
         ops, x = importlib.import_module(PREFILL), _Prompts(workload, inputs)
-        fresh = slots_of(workload, x.v.device).fresh
         slots, num_slots = shuffled(len(inputs.states), 0, x.v.device)
         before, after = (pool_of(inputs.states, slots, num_slots) for _ in range(2))
         rows, out = slots.long(), torch.empty_like(x.v)
-        zeroed = rows[fresh]
+        zeroed = rows[slots_of(workload, x.v.device).fresh]
 
         def run() -> Tensor:
             if len(zeroed):
@@ -146,9 +119,9 @@ class FlashInferPool(FlashInfer):
             )  # fmt: skip
             return torch.as_tensor(o)
 
-        return Call(run, lambda o: prefill_results(o[None], after[rows], x.kept), lambda: run)
+        return Call.public(run, lambda o: prefill_results(o[None], after[rows], x.kept))
 
-    def _decode(self, workload: PoolDecode, inputs: DecodeInputs) -> Call:
+    def pool_decode(self, workload: PoolDecode, inputs: StepInputs) -> Call:
         ops = importlib.import_module(DECODE)
         batch, call = batch_of(workload, inputs), _tokens(workload, inputs)
         slots = from_minus_one(batch.starts)
@@ -159,9 +132,9 @@ class FlashInferPool(FlashInfer):
             )
             return torch.as_tensor(o)
 
-        return Call(run, batch.results, lambda: run)
+        return Call.public(run, batch.results)
 
-    def _verify(self, workload: PoolDecode, inputs: DecodeInputs) -> Call:
+    def drafts(self, workload: PoolDecode, inputs: StepInputs) -> Call:
         ops = importlib.import_module(DECODE)
         batch, x = batch_of(workload, inputs), Drafted(workload, inputs)
         shape = len(batch.table), workload.width
@@ -180,15 +153,15 @@ class FlashInferPool(FlashInfer):
             )  # fmt: skip
             return torch.as_tensor(o)
 
-        return Call(run, batch.results, lambda: run)
+        return Call.public(run, batch.results)
 
 
 class _Prompts:
     """What FlashInfer's prefill is given but for states: e^g, beta in fp32, checkpoints."""
 
     def __init__(self, workload: PoolPrefill, inputs: PrefillInputs) -> None:
-        q, self.k, self.v = (x[0].contiguous() for x in inputs.rule[:3])
-        self.call = q, self.k, self.v, inputs.rule.g[0].exp(), inputs.rule.beta[0].float()
+        q, k, self.v = (x[0].contiguous() for x in inputs.rule[:3])
+        self.call = q, k, self.v, inputs.rule.g[0].exp(), inputs.rule.beta[0].float()
         self.kept = checkpoints_of(workload, inputs)
         self.options: dict[str, Any] = {
             "scale": workload.head_dim**-0.5, "output_final_state": True,
@@ -202,13 +175,10 @@ class _Prompts:
             }  # fmt: skip
 
 
-def _tokens(workload: PoolDecode, inputs: DecodeInputs) -> dict[str, Any]:
+def _tokens(workload: PoolDecode, inputs: StepInputs) -> dict[str, Any]:
     """What FlashInfer's decoding is given but for states."""
-    (H, HV), D, rows = workload.heads, workload.head_dim, inputs.rows
-    parts = torch.split(rows, [H * D, H * D, HV * D], 1)
-    q, k, v = (torch.unflatten(x, 1, (-1, D))[:, None].contiguous() for x in parts)
-    a, b = (x[:, None].contiguous() for x in inputs.gates.chunk(2, 1))
-    A_log, dt_bias = inputs.weights
+    (A_log, dt_bias), x = inputs.weights, Drafted(workload, inputs)
+    q, k, v, a, b = (y[:, None].contiguous() for y in (x.q[0], x.k[0], x.v[0], x.a, x.b))
     return {
         "q": q, "k": k, "v": v, "a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias,
         "output": torch.empty_like(v), "use_qk_l2norm": True,

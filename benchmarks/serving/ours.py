@@ -1,43 +1,74 @@
 """Serving by us: what `ours` is on a pool, and the same with launches apart."""
 
-import importlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..gdn.ours import Ours
+import qla_kernels
+
+from ..gdn.ours import Ours, on_host
 from ..harness.adapters import Call, Implementation
 from ..hybrid.rivals import OursStep, OursTwoCalls
-from .problem import Batch, DecodeInputs, PrefillInputs, Slots, batch_of, pool_of, slots_of
+from ..hybrid.step import StepInputs
+from .problem import Batch, Drafted, PrefillInputs, Slots, batch_of, pool_of, slots_of
 from .workloads import LayerStep, PoolDecode, PoolPrefill
-
-FLAGS: dict[str, Any] = {
-    "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True,
-    "use_beta_sigmoid_in_kernel": True, "state_v_first": True, "null_slot": 0,
-}  # fmt: skip
 
 
 class OursServing(Ours):
     """Also the calls of an engine; everything else as before."""
 
-    serves = ("pool_prefill", "pool_decode", "drafts", "decoding")
-
     def prepare(self, workload: Any, inputs: Any) -> Call:
-        package = importlib.import_module(self.module)
-        if isinstance(workload, PoolPrefill):
-            return prefill(package, workload, inputs)
-        if isinstance(workload, PoolDecode):
-            batch = batch_of(workload, inputs)
-            way = verify if workload.drafts else decode
-            return way(package, workload, inputs, batch)
-        if isinstance(workload, LayerStep):
-            return OursStep().prepare(workload, inputs)
+        if workload.served:
+            return Implementation.prepare(self, workload, inputs)
         return super().prepare(workload, inputs)
+
+    def pool_prefill(self, workload: PoolPrefill, inputs: PrefillInputs) -> Call:
+        q, k, v, g, beta, *_ = inputs.rule
+        slots, kept = slots_of(workload, v.device), checkpoints_of(workload, inputs)
+        pool, out, ends = paged(inputs, slots), torch.empty_like(v), slots.ends.long()
+        options: dict[str, Any] = {
+            "cu_seqlens": inputs.cu_seqlens, "cu_seqlens_cpu": on_host(workload),
+        }  # fmt: skip
+        if kept is not None:
+            counts = torch.arange(len(slots.ends), device=v.device, dtype=torch.int32)
+            options |= {
+                "checkpoints": kept, "checkpoint_every": workload.every,
+                "checkpoint_starts": counts * workload.kept,
+            }  # fmt: skip
+
+        def run() -> Tensor:
+            return qla_kernels.prefill_gated_delta_rule(
+                q, k, v, g, beta, pool, slots.ends, start_indices=slots.starts, null_slot=0,
+                state_v_first=True, out=out, **options,
+            )  # fmt: skip
+
+        return Call.public(run, lambda o: prefill_results(o, pool[ends], kept))
+
+    def pool_decode(self, workload: PoolDecode, inputs: StepInputs) -> Call:
+        return one_token(batch_of(workload, inputs), inputs)
+
+    def drafts(self, workload: PoolDecode, inputs: StepInputs) -> Call:
+        batch, x = batch_of(workload, inputs), Drafted(workload, inputs)
+        A_log, dt_bias = inputs.weights
+        out = torch.empty_like(x.v, memory_format=torch.contiguous_format)
+
+        def run() -> Tensor:
+            return qla_kernels.verify_gated_delta_rule(
+                x.q, x.k, x.v, x.a[None], x.b[None], batch.pool, batch.table, A_log=A_log,
+                dt_bias=dt_bias, cu_seqlens=x.bounds, num_accepted_tokens=batch.accepted, out=out,
+                use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, null_slot=0,
+                use_beta_sigmoid_in_kernel=True, state_v_first=True,
+            )  # fmt: skip
+
+        return Call.public(run, batch.results)
+
+    def decoding(self, workload: LayerStep, inputs: StepInputs) -> Call:
+        return OursStep().decoding(workload, inputs)
 
 
 class Serves(Implementation):
-    """What has calls for workloads on pools alone."""
+    """What has calls for workloads on pools alone, by the kinds of its methods."""
 
     on_request = True  # named by `names_for`
 
@@ -54,52 +85,33 @@ class OursOneToken(Serves):
     """
 
     name, label, distribution = "ours_step", "ours, a decode step", "qla-kernels"
-    module, needs_cuda, serves = "qla_kernels", False, ("drafts",)
+    module, needs_cuda = "qla_kernels", False
 
-    def prepare(self, workload: PoolDecode, inputs: DecodeInputs) -> Call:
-        package, batch = importlib.import_module(self.module), batch_of(workload, inputs)
-        step = decode(package, workload, inputs, batch)
+    def drafts(self, workload: PoolDecode, inputs: StepInputs) -> Call:
+        batch = batch_of(workload, inputs)
         slots, live, width = batch.starts.long(), batch.live, workload.width
+        step = one_token(batch, inputs)
 
         def collect(o: Tensor) -> dict[str, Tensor]:
             states = batch.pool[slots[:live]].repeat_interleave(width, 0)
             return {"o": o[:live].repeat_interleave(width, 0).transpose(0, 1), "ht": states}
 
-        return Call(step.run, collect, step.eager)
+        return Call.public(step.run, collect)
 
 
-class OursTwo(Serves):
+class OursTwo(Serves, OursTwoCalls):
     """Convolution, then rule, norm and gate: states are loaded after the convolution."""
 
-    name, label, distribution = "ours_step_two", "ours, two calls", "qla-kernels"
-    module, needs_cuda, serves = "qla_kernels", False, ("decoding",)
 
-    def prepare(self, workload: LayerStep, inputs: Any) -> Call:
-        return OursTwoCalls().prepare(workload, inputs)
-
-
-def prefill(package: Any, workload: PoolPrefill, inputs: PrefillInputs) -> Call:
-    q, k, v, g, beta, *_ = inputs.rule
-    cu, slots = inputs.cu_seqlens, slots_of(workload, v.device)
-    pool = paged(inputs, slots)
-    kept, options = checkpoints_of(workload, inputs), dict[str, Any]()
-    if workload.every:
-        counts = torch.arange(len(slots.ends), device=v.device, dtype=torch.int32)
-        options = {
-            "checkpoints": kept, "checkpoint_every": workload.every,
-            "checkpoint_starts": counts * workload.kept,
-        }  # fmt: skip
-    bounds = {"cu_seqlens": cu, "cu_seqlens_cpu": bounds_of(workload)}
-    out, ends = torch.empty_like(v), slots.ends.long()
+def one_token(batch: Batch, inputs: StepInputs) -> Call:
+    a, b = inputs.gates.unbind(1)
+    out = inputs.rows.new_empty(len(a), 1, *inputs.states.shape[1:3])
+    call = inputs.rows, a, b, *inputs.weights, batch.pool, batch.starts
 
     def run() -> Tensor:
-        o: Tensor = package.prefill_gated_delta_rule(
-            q, k, v, g, beta, pool, slots.ends, start_indices=slots.starts, null_slot=0,
-            state_v_first=True, out=out, **bounds, **options,
-        )  # fmt: skip
-        return o
+        return qla_kernels.packed_decode_gated_delta_rule(*call, null_slot=0, out=out)
 
-    return Call(run, lambda o: prefill_results(o, pool[ends], kept), lambda: run)
+    return Call.public(run, batch.results)
 
 
 def paged(inputs: PrefillInputs, slots: Slots) -> Tensor:
@@ -119,49 +131,3 @@ def checkpoints_of(workload: PoolPrefill, inputs: PrefillInputs) -> Tensor | Non
 def prefill_results(o: Tensor, states: Tensor, kept: Tensor | None) -> dict[str, Tensor]:
     found = {"o": o, "ht": states.mT}
     return found if kept is None else {**found, "kept": kept.mT}
-
-
-def bounds_of(workload: PoolPrefill) -> Tensor:
-    """cu_seqlens, as an engine knows them that packed the prompts."""
-    return torch.tensor([0, *workload.lengths]).cumsum(0)
-
-
-def decode(package: Any, workload: PoolDecode, inputs: DecodeInputs, batch: Batch) -> Call:
-    a, b = inputs.gates.chunk(2, 1)
-    out = inputs.rows.new_empty(len(a), 1, *inputs.states.shape[1:3])
-    call = inputs.rows, a, b, *inputs.weights, batch.pool, batch.starts
-
-    def run() -> Tensor:
-        o: Tensor = package.packed_decode_gated_delta_rule(*call, null_slot=0, out=out)
-        return o
-
-    return Call(run, batch.results, lambda: run)
-
-
-def verify(package: Any, workload: PoolDecode, inputs: DecodeInputs, batch: Batch) -> Call:
-    x = Drafted(workload, inputs)
-    A_log, dt_bias = inputs.weights
-    options = {"A_log": A_log, "dt_bias": dt_bias, "cu_seqlens": x.bounds, **FLAGS}
-
-    def run() -> Tensor:
-        o: Tensor = package.verify_gated_delta_rule(
-            x.q, x.k, x.v, x.a[None], x.b[None], batch.pool, batch.table,
-            num_accepted_tokens=batch.accepted, out=x.out, **options,
-        )  # fmt: skip
-        return o
-
-    return Call(run, batch.results, lambda: run)
-
-
-class Drafted:
-    """Drafts of all sequences, packed: each sequence's token again and again."""
-
-    def __init__(self, workload: PoolDecode, inputs: DecodeInputs) -> None:
-        (H, HV), D, width = workload.heads, workload.head_dim, workload.width
-        rows = inputs.rows.repeat_interleave(width, 0)
-        gates = inputs.gates.repeat_interleave(width, 0)
-        parts = torch.split(rows, [H * D, H * D, HV * D], 1)
-        self.q, self.k, self.v = (torch.unflatten(x, 1, (-1, D))[None] for x in parts)
-        self.a, self.b = gates.chunk(2, 1)  # [T, HV]
-        self.bounds = torch.arange(0, len(rows) + 1, width, device=rows.device, dtype=torch.int32)
-        self.out = torch.empty_like(self.v, memory_format=torch.contiguous_format)

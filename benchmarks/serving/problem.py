@@ -1,38 +1,27 @@
-"""Calls of an engine made concrete: a pool of states, inputs, counted work and truth.
+"""Calls of an engine made concrete: a pool of states, prompts, drafts, and the truth of prefill.
 
-A pool has pages with room for other layers' data, and slots in any order.
-
-Prefill: the truth is the chunked algorithm in fp64, whose states before chunks are the checkpoints.
-On a GPU it has all heads, a few at a time; without one the first and the last key head.
-
-Decoding: calls overwrite what they read. So that every call of a row does the same work on the same
-numbers, a sequence gets the same token again and again, all its drafts are that token, and its
-state [V, K] is the one that the token leaves as it is,
-
-    S = s k^T,  s = beta v / (1 - d (1 - beta))        as d S + beta (v - d S k) k^T = S
-
-When decoding, a state differs from it a little, so that a call which does not write states is
-wrong. Of drafts all slots but the one that a sequence starts from hold NaN before the first call.
-The truth is a step by the definitions, in fp64.
+A pool has pages with room for other layers' data, and slots in any order. The truth of prefill is
+the chunked algorithm in fp64, whose states before chunks are the checkpoints: on a GPU of all
+heads, a few at a time; without one of the first and the last key head. Decoding has its inputs and
+its truth from hybrid.step; of drafts all slots but the one that a sequence starts from hold NaN
+before the first call.
 """
 
-from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..gdn.problem import CHUNK, GdnInputs, gdn_inputs, gdn_work, heads_at_once, of_heads
+from ..gdn.problem import CHUNK, GdnInputs, gdn_inputs, gdn_work, truth_by_heads
 from ..gdn.workloads import Gdn
 from ..harness.floor import Work
-from ..harness.truth import Truth, head_axis
-from ..hybrid.step import inputs_of_beta, kept_state, stepped, token
+from ..harness.truth import Truth
+from ..hybrid.step import StepInputs
 from .workloads import PoolDecode, PoolPrefill
 
 PAGE = 4096  # numbers of a page that belong to something else
 BESIDE = 5  # slots of other sequences, for each sixteen that are in use
-APART = 2e-4  # of a state's norm: 10 times what a state may be off, and too little to change o
-AT_ONCE = 64  # sequences whose truth is computed together
 
 
 def pool_of(states: Tensor, slots: Tensor, num_slots: int) -> Tensor:
@@ -111,19 +100,11 @@ def prefill_work(workload: PoolPrefill, element_size: int) -> Work:
 
 
 def prefill_truth(workload: PoolPrefill, inputs: PrefillInputs) -> Truth:
-    H, on_gpu = workload.heads[0], inputs.states.is_cuda
     fresh = slots_of(workload, inputs.states.device).fresh
     states = inputs.states.float().mT.index_fill(0, fresh, 0)
-    given = inputs.rule._replace(initial_state=states)
-    heads = tuple(range(H)) if on_gpu else tuple(sorted({0, H - 1}))
-    step = heads_at_once(rule_of(workload)) if on_gpu else len(heads)
-    parts = [
-        _prefilled(workload, of_heads(given, heads[i : i + step], H))
-        for i in range(0, len(heads), step)
-    ]
-    want = {name: torch.cat([p[name] for p in parts], head_axis(name)) for name in parts[0]}
-    rounded = ("ht",) if workload.pool == "bfloat16" else ()
-    return Truth(want, heads, H, (), rounded=rounded)
+    rule, of_rule = rule_of(workload), inputs.rule._replace(initial_state=states)
+    truth = truth_by_heads(rule, of_rule, partial(_prefilled, workload))
+    return truth._replace(rounded=("ht",) if workload.pool == "bfloat16" else ())
 
 
 def _prefilled(workload: PoolPrefill, inputs: GdnInputs) -> dict[str, Tensor]:
@@ -131,25 +112,16 @@ def _prefilled(workload: PoolPrefill, inputs: GdnInputs) -> dict[str, Tensor]:
 
     q, k, v, g, beta, h0, cu, *_ = inputs
     forward = gdn.chunked(q, k, v, g, beta, initial_state=h0, cu_seqlens=cu)
-    found = {"o": forward.o.float(), "ht": forward.final_state.float()}
+    found = {"o": forward.o, "ht": forward.final_state}
     if workload.every:
-        before = torch.unflatten(
-            forward.h[0], 0, (len(workload.lengths), -1)
-        )  # [N, chunks, HV, K, V]
-        last = forward.final_state[:, None]
-        after = torch.cat([before, last], 1)[:, workload.every // CHUNK :: workload.every // CHUNK]
-        found["kept"] = after.flatten(0, 1).float()
+        before = torch.unflatten(forward.h[0], 0, (len(workload.lengths), -1))
+        states = torch.cat([before, forward.final_state[:, None]], 1)  # [N, chunks + 1, HV, K, V]
+        chunks = workload.every // CHUNK
+        found["kept"] = states[:, chunks::chunks].flatten(0, 1)
     return found
 
 
 # --- decoding
-
-
-class DecodeInputs(NamedTuple):
-    rows: Tensor  # [N, (2 H + HV) D]: queries, keys and values of a token
-    gates: Tensor  # [N, 2 HV]: a and b, as a projection returns them
-    states: Tensor  # [live, HV, V, K] fp32
-    weights: tuple[Tensor, Tensor]  # A_log [HV], dt_bias [HV]
 
 
 class Batch(NamedTuple):
@@ -177,33 +149,7 @@ class Batch(NamedTuple):
         return {"o": live[None], "ht": self.pool[self.used]}
 
 
-def decode_inputs(
-    workload: PoolDecode, device: torch.device, dtype: torch.dtype, seed: int = 0
-) -> DecodeInputs:
-    generator = torch.Generator(device).manual_seed(0)
-    (_, HV), N, D = workload.heads, workload.sequences, workload.head_dim
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device)
-
-    # first, and from one seed: input sets have the same weights
-    weights = torch.linspace(-3, 1, HV, device=device), normal(HV)
-    generator.manual_seed(seed)
-    rows = normal(N, workload.channels).to(dtype)
-    gates = torch.cat([normal(N, HV), inputs_of_beta(normal(N, HV))], 1).to(dtype)
-    inputs = DecodeInputs(rows, gates, normal(workload.live, HV, D, D), weights)
-    for part in _parts(workload):
-        _, *of_state = prepared(workload, inputs, part)
-        fixed, noise = kept_state(*of_state), inputs.states[part]
-        if workload.drafts:
-            noise.zero_()
-        # a number of `noise` is about 1, a number of a state about its norm / D
-        norm = fixed.flatten(-2).norm(dim=-1)
-        noise.mul_((APART / D * norm)[..., None, None]).add_(fixed)
-    return inputs
-
-
-def batch_of(workload: PoolDecode, inputs: DecodeInputs) -> Batch:
+def batch_of(workload: PoolDecode, inputs: StepInputs) -> Batch:
     """A pool of its own for each caller."""
     device, (N, width) = inputs.rows.device, (workload.sequences, workload.width)
     slots, num_slots = shuffled(N * width, 1, device)
@@ -215,37 +161,13 @@ def batch_of(workload: PoolDecode, inputs: DecodeInputs) -> Batch:
     return batch._replace(pool=pool)
 
 
-def decode_work(workload: PoolDecode, element_size: int) -> Work:
-    """Of sequences that are no padding: a state read, a state written for each token, rows, o."""
-    (_, HV), D, width = workload.heads, workload.head_dim, workload.width
-    states, tokens = HV * D * D, workload.live * width
-    rows = workload.channels + 2 * HV + HV * D
-    moved = 4.0 * workload.live * (1 + width) * states + element_size * tokens * rows
-    return Work(8.0 * tokens * states, moved)
+class Drafted:
+    """Drafts of all sequences, packed: each sequence's token again and again."""
 
-
-def decode_truth(workload: PoolDecode, inputs: DecodeInputs) -> Truth:
-    o, states = [], []
-    for part in _parts(workload):
-        S = inputs.states[part].double()
-        o.append(stepped(S, *prepared(workload, inputs, part)))
-        states.append(S.float())
-    each = workload.width
-    want = {
-        "o": torch.cat(o).repeat_interleave(each, 0)[None].float(),
-        "ht": torch.cat(states).repeat_interleave(each, 0),
-    }
-    return Truth(want, tuple(range(workload.heads[0])), workload.heads[0], ("ht",))
-
-
-def prepared(workload: PoolDecode, inputs: DecodeInputs, part: slice) -> tuple[Tensor, ...]:
-    """What the rule gets of a token, of some sequences."""
-    a, b = inputs.gates[part].double().chunk(2, 1)
-    weights = (x.double() for x in inputs.weights)
-    return token(workload.heads, inputs.rows[part].double(), a, b, *weights)
-
-
-def _parts(workload: PoolDecode) -> Iterator[slice]:
-    """Some of the sequences that are no padding."""
-    for start in range(0, workload.live, AT_ONCE):
-        yield slice(start, min(start + AT_ONCE, workload.live))
+    def __init__(self, workload: PoolDecode, inputs: StepInputs) -> None:
+        (H, HV), D, width = workload.heads, workload.head_dim, workload.width
+        rows = inputs.rows.repeat_interleave(width, 0)
+        parts = torch.split(rows, [H * D, H * D, HV * D], 1)
+        self.q, self.k, self.v = (torch.unflatten(x, 1, (-1, D))[None] for x in parts)
+        self.a, self.b = inputs.gates.repeat_interleave(width, 0).unbind(1)  # [T, HV]
+        self.bounds = torch.arange(0, len(rows) + 1, width, device=rows.device, dtype=torch.int32)

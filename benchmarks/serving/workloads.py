@@ -7,35 +7,27 @@ sets of `gdn`: `python -m benchmarks.sm90 gdn --set serving`.
 from dataclasses import dataclass, replace
 
 from ..gdn.workloads import Sequences
-from ..harness.workload import Direction, Heads, Lengths, Workload
-from ..hybrid.step import DecodeStep
+from ..harness.workload import Heads, Lengths
+from ..hybrid.step import DecodeStep, Decoding
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16"}
 
 
 @dataclass(frozen=True)
-class Serving(Workload):
-    heads: Heads
-    head_dim: int = 128
-
-    family = "gdn"
-    direction: Direction = "fwd"
-    served = True
-
-
-@dataclass(frozen=True)
-class PoolPrefill(Serving, Sequences):
+class PoolPrefill(Sequences):
     """Prompts of equal length, from slots of a pool into others; every third starts from zero.
 
     That is prefill behind a prefix cache: whose states it starts from stay. It also lets a call be
     repeated, because the slots that it reads do not change.
     """
 
+    heads: Heads
+    head_dim: int = 128
     lengths: Lengths = ()
     pool: str = "float32"  # the dtype of its states
     every: int = 0  # tokens between checkpoints; 0: none are kept
 
-    kind = "pool_prefill"
+    family, kind, direction, served = "gdn", "pool_prefill", "fwd", True
 
     @property
     def name(self) -> str:
@@ -63,16 +55,18 @@ class PoolPrefill(Serving, Sequences):
 
 
 @dataclass(frozen=True)
-class PoolDecode(Serving):
+class PoolDecode(Decoding):
     """A token of each sequence, or its drafts, in a pool in fp32.
 
     One sequence in sixteen is padding, as in a batch that a CUDA graph was captured for.
     """
 
+    heads: Heads
+    head_dim: int = 128
     sequences: int = 1
     drafts: int = 0  # of each sequence, the token before them included; 0: decoding
 
-    what = "fp32 pool"
+    family, what, served = "gdn", "fp32 pool", True
 
     @property
     def kind(self) -> str:
@@ -84,24 +78,12 @@ class PoolDecode(Serving):
         return f"gdn-{self.kind.replace('_', '-')}-{self.heads_label}-{layout}"
 
     @property
-    def layout(self) -> str:
-        return f"{self.sequences} of {self.width}"
-
-    @property
     def width(self) -> int:
         return self.drafts or 1
 
     @property
-    def tokens(self) -> int:
-        return self.sequences * self.width
-
-    @property
     def live(self) -> int:
         return self.sequences - self.sequences // 16
-
-    @property
-    def channels(self) -> int:
-        return (2 * self.heads[0] + self.heads[1]) * self.head_dim
 
     def reduced(self, factor: int) -> "PoolDecode":
         """Fewer sequences, for machines without a GPU."""
@@ -112,8 +94,7 @@ class PoolDecode(Serving):
 class LayerStep(DecodeStep):
     """A layer's step of decoding, beside the engines' launches."""
 
-    family = "gdn"
-    served = True
+    family, served = "gdn", True
 
     @property
     def name(self) -> str:

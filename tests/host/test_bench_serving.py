@@ -15,11 +15,12 @@ from benchmarks.harness.problems import PARTS, problem_of, work_of
 from benchmarks.harness.records import OK, Result
 from benchmarks.harness.truth import relative_l2
 from benchmarks.harness.worker import Worker
+from benchmarks.hybrid.step import APART
 from benchmarks.serving import engines
 from benchmarks.serving.engines import VLLM, SGLang
 from benchmarks.serving.flashinfer import FlashInferGathers, FlashInferPool
 from benchmarks.serving.ours import OursOneToken, OursServing, OursTwo
-from benchmarks.serving.problem import APART, batch_of
+from benchmarks.serving.problem import batch_of
 from benchmarks.serving.workloads import (
     DECODE,
     DRAFTS,
@@ -203,7 +204,7 @@ def test_rounded_states_are_an_error_unless_an_engine_is_known_for_them(everyone
 def test_beta_is_nearly_a_number_of_bf16():
     """What SGLang makes of it then changes results by less than its graph's replay may."""
     workload = replace(TOKENS, heads=(2, 64))
-    b = problem_of(workload, CPU).inputs[0].gates.chunk(2, 1)[1]
+    b = problem_of(workload, CPU).inputs[0].gates[:, 1]
     assert torch.equal(b.bfloat16().float(), b)
     assert len(b.unique()) > 5
     beta = b.double().sigmoid()

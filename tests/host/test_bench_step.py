@@ -42,19 +42,19 @@ def test_input_sets_differ_in_all_but_the_weights():
 
 
 class _OtherSlots(OursStep):
-    def step(self, package, rows, rule, convolution, z, weight):
-        return super().step(package, rows.roll(1, 0), rule, convolution, z, weight)
+    def step(self, rows, rule, convolution, z, weight):
+        return super().step(rows.roll(1, 0), rule, convolution, z, weight)
 
 
 class _NoGate(OursStep):
-    def step(self, package, rows, rule, convolution, z, weight):
-        return super().step(package, rows, rule, convolution, torch.full_like(z, 30), weight)
+    def step(self, rows, rule, convolution, z, weight):
+        return super().step(rows, rule, convolution, torch.full_like(z, 30), weight)
 
 
 class _WeakBeta(OursStep):
-    def step(self, package, rows, rule, convolution, z, weight):
+    def step(self, rows, rule, convolution, z, weight):
         a, b, *rest = rule
-        return super().step(package, rows, (a, b - 1, *rest), convolution, z, weight)
+        return super().step(rows, (a, b - 1, *rest), convolution, z, weight)
 
 
 @pytest.mark.parametrize("wrong", [_OtherSlots, _NoGate, _WeakBeta])

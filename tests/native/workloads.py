@@ -43,7 +43,7 @@ from benchmarks.hybrid.workloads import HYBRID, HybridPart
 from benchmarks.serving import ours as serving_ours
 from benchmarks.serving import problem as serving_problem
 from benchmarks.serving.problem import prefill_inputs
-from benchmarks.serving.workloads import EVERY_ROW, PoolDecode, PoolPrefill
+from benchmarks.serving.workloads import EVERY_ROW, PoolPrefill
 from qla_kernels import (
     causal_conv1d,
     chunk_gated_delta_rule,
@@ -168,7 +168,7 @@ def _gates(workload: Gdn, _: object, device: torch.device) -> Tensor:
     return torch.empty(1, workload.tokens, workload.heads[1], device=device)
 
 
-gdn_ours._on_host = _lengths_on_host
+gdn_ours.on_host = serving_ours.on_host = _lengths_on_host
 gdn_problem._gate, gdn_problem.normalize = _gates, lambda x, dim: x
 
 
@@ -194,9 +194,8 @@ def _dense(w: Gdn) -> Run:
 
 
 def serving() -> Iterator[Kind]:
-    makes = {PoolPrefill: prefill_inputs, PoolDecode: serving_problem.decode_inputs}
     for w in EVERY_ROW:
-        make = makes.get(type(w), step.step_inputs)
+        make = prefill_inputs if isinstance(w, PoolPrefill) else step.step_inputs
         yield w.name, partial(of_adapter, serving_ours.OursServing(), make, w)
 
 
@@ -209,8 +208,7 @@ def _pool(states: Tensor, slots: Tensor, num_slots: int) -> Tensor:
 
 serving_problem.pool_of = serving_ours.pool_of = _pool
 serving_ours.paged = lambda inputs, slots: _pool(inputs.states, slots.starts, slots.num_slots)
-serving_ours.bounds_of = _lengths_on_host
-step.inputs_of_beta = serving_problem.inputs_of_beta = lambda x: x
+step.inputs_of_beta = lambda x: x
 
 
 def dualkv() -> Iterator[Kind]:
