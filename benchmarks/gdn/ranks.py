@@ -4,7 +4,6 @@ Eager calls in turn; of each repetition the slowest rank counts. Results are com
 the contiguous layout before they are timed. `scripts/gdn_ranks.py` runs it.
 """
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,8 +20,9 @@ from qla_kernels.gdn.sharded.layouts import LAYOUTS, STRETCHES, held_by
 
 from ..harness.adapters import describe
 from ..harness.floor import Ceilings
+from ..harness.ranks import of_all, once
 from ..harness.records import FAILED, MEMORY, OK, RANKS, UNSUPPORTED, WRONG, Result, Row
-from ..harness.timing import event, spread
+from ..harness.timing import spread
 from ..harness.workload import Direction
 from .problem import gdn_inputs, gdn_work
 from .workloads import Gdn
@@ -81,45 +81,20 @@ def both(function: Function, x: dict[str, Tensor], context: Any) -> list[Tensor]
     return [o.detach(), *torch.autograd.grad(o, inputs, x["do"])]
 
 
-def slowest(values: Sequence[float], like: Tensor) -> list[float]:
-    """Returns the largest of all ranks."""
-    x = torch.tensor(values, dtype=torch.float64, device=like.device)
-    dist.all_reduce(x, dist.ReduceOp.MAX)
-    return [float(value) for value in x]
-
-
-def once(run: Function, like: Tensor) -> tuple[float, float]:
-    """Returns the ms of a call, of the GPU and of Python alone. All ranks begin together."""
-    if not like.is_cuda:
-        dist.barrier()
-        begin = time.perf_counter()
-        run()
-        return (1e3 * (time.perf_counter() - begin),) * 2
-    torch.cuda.synchronize()
-    dist.barrier()
-    torch.cuda.synchronize()
-    first, last = event(), event()
-    begin = time.perf_counter()
-    first.record()
-    results = run()  # freed only after the end was recorded
-    last.record()
-    python = 1e3 * (time.perf_counter() - begin)
-    last.synchronize()
-    del results
-    return first.elapsed_time(last), python
-
-
 def times(ways: dict[Key, Function], like: Tensor) -> dict[Key, Taken]:
     """Returns what each way takes; ways take turns."""
     for run in ways.values():
         for _ in range(WARM):
             run()
-    samples: dict[Key, list[tuple[float, float]]] = {name: [] for name in ways}
+    samples: dict[Key, list[float]] = {name: [] for name in ways}  # of the GPU, of Python, ..
     for _ in range(REPEATED):
         for name, run in ways.items():
-            samples[name].append(once(run, like))
-    columns = {name: zip(*each, strict=True) for name, each in samples.items()}
-    return {name: Taken(*(slowest(x, like) for x in pair)) for name, pair in columns.items()}
+            samples[name] += once(run, like.is_cuda)
+    slowest = {
+        name: [max(x) for x in zip(*of_all(each, like.device), strict=True)]
+        for name, each in samples.items()
+    }
+    return {name: Taken(each[::2], each[1::2]) for name, each in slowest.items()}
 
 
 def differ(got: Sequence[Tensor], want: Sequence[Tensor], layout: str) -> dict[str, float]:

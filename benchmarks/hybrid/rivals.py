@@ -1,6 +1,6 @@
 """The block over a packed tree and over whole sequences, and a step of decoding, by our kernels."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from .layers import LayerInputs, packed, whole_by_ours
 from .mixing import OverTree
 from .step import DecodeStep, StepInputs, gate_of
 from .workloads import PARTS, HybridPart
+
+Convolution = tuple[Tensor, Tensor, None, str]  # the last tokens, taps, no bias, activation
+Rule = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # a, b, A_log, dt_bias, states, slots
 
 
 class OursHybrid(Implementation):
@@ -53,12 +56,11 @@ class OursStep(Implementation):
         # a view of y, but no view of the pool: the harness overwrites results with NaN
         return Call.public(run, lambda y: {"o": y.transpose(0, 1), "ht": states.clone()})
 
-    def step(self, rows: Tensor, rule: Any, convolution: Any, z: Tensor, norm: Tensor) -> Tensor:
+    def step(
+        self, rows: Tensor, rule: Rule, convolution: Convolution, z: Tensor, norm: Tensor
+    ) -> Tensor:
         """Returns y [N, 1, HV, V]."""
-        y: Tensor = qla_kernels.decode_gated_delta_net(
-            rows, *rule, *convolution, z=z, norm_weight=norm
-        )
-        return y
+        return qla_kernels.decode_gated_delta_net(rows, *rule, *convolution, z=z, norm_weight=norm)
 
 
 class OursTwoCalls(OursStep):
@@ -66,8 +68,10 @@ class OursTwoCalls(OursStep):
 
     name, label = "ours_step_two", "ours, two calls"
 
-    def step(self, rows: Tensor, rule: Any, convolution: Any, z: Tensor, norm: Tensor) -> Tensor:
-        rows = qla_kernels.causal_conv1d_update(rows, *convolution, conv_state_indices=rule[-1])
+    def step(
+        self, rows: Tensor, rule: Rule, convolution: Convolution, z: Tensor, norm: Tensor
+    ) -> Tensor:
+        rows = qla_kernels.causal_conv1d_update(rows, *convolution, rule[-1])
         return qla_kernels.packed_decode_gated_delta_rule(rows, *rule, z=z, norm_weight=norm)
 
 
@@ -76,8 +80,10 @@ class OursApart(OursStep):
 
     name, label = "ours_step_apart", "ours, torch's norm"
 
-    def step(self, rows: Tensor, rule: Any, convolution: Any, z: Tensor, norm: Tensor) -> Tensor:
-        rows = qla_kernels.causal_conv1d_update(rows, *convolution, conv_state_indices=rule[-1])
+    def step(
+        self, rows: Tensor, rule: Rule, convolution: Convolution, z: Tensor, norm: Tensor
+    ) -> Tensor:
+        rows = qla_kernels.causal_conv1d_update(rows, *convolution, rule[-1])
         o = qla_kernels.packed_decode_gated_delta_rule(rows, *rule)
         return rms_norm(o, norm.shape, norm, 1e-6) * silu(z).unsqueeze(1)
 

@@ -1,12 +1,10 @@
 """A layer of sparse attention as one rank of a ring runs it: what it must give, what it takes."""
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from qla_kernels.sparse_ring import FixedVerticalSlash, StripedLayout, build_index, ring
@@ -15,7 +13,7 @@ from qla_kernels.sparse_ring.route import LOCAL, Route
 from qla_kernels.sparse_ring.shard import Shard, shard_of
 
 from ..attention.workloads import VerticalSlash
-from ..harness.timing import event
+from ..harness.ranks import of_all, once
 from ..harness.truth import relative_l2
 
 WARM_UP = 2  # samples of a time that are not counted
@@ -127,33 +125,9 @@ class Clock:
         self, call: Callable[[], Any], instead: Callable[[], float] | None = None
     ) -> list[list[float]]:
         """Milliseconds of a call, by sample and rank; or what `instead` says after each sample."""
-        taken = []
+        samples = []
         for _ in range(WARM_UP + self._samples):
-            dist.barrier()
-            sample = self._sample(call)
-            if instead is not None:
-                sample = instead()
-            mine = torch.tensor(sample / self._queued, device=self._device)
-            everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-            dist.all_gather(everyone, mine)
-            taken.append([float(x) for x in everyone])
-        return taken[WARM_UP:]
-
-    @property
-    def _device(self) -> str:
-        return "cuda" if self._gpu else "cpu"
-
-    def _sample(self, call: Callable[[], Any]) -> float:
-        if not self._gpu:
-            start = time.perf_counter()
-            for _ in range(self._queued):
-                call()
-            return (time.perf_counter() - start) * 1e3
-        start_event, end_event = event(), event()
-        torch.cuda.synchronize()
-        start_event.record()
-        for _ in range(self._queued):
-            call()
-        end_event.record()
-        end_event.synchronize()
-        return float(start_event.elapsed_time(end_event))
+            sample, _ = once(call, self._gpu, self._queued)
+            samples.append((sample if instead is None else instead()) / self._queued)
+        of_ranks = of_all(samples[WARM_UP:], "cuda" if self._gpu else "cpu")
+        return [list(sample) for sample in zip(*of_ranks, strict=True)]

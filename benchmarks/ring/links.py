@@ -62,31 +62,49 @@ class Waits:
         return float(sum(before.elapsed_time(after) for before, after in between))
 
 
+class _Changed(Pending):
+    """A transfer that is waited for in another way."""
+
+    def __init__(self, wait: Callable[[], Sequence[Tensor]]) -> None:
+        self.wait = wait  # type: ignore[method-assign]
+
+
 @dataclass(frozen=True)
-class Watched(RankRing):
+class _Links(RankRing):
+    """Transfers are changed; `node` neighbouring ranks are a node."""
+
+    node: int = 1
+
+    def changed(self, posted: Pending, far: Sequence[Tensor]) -> Pending:
+        """`far`: what comes from other nodes."""
+        raise NotImplementedError
+
+    def swap(self, swaps: Sequence[Swap], tag: int) -> Pending:
+        mine = self.rank // self.node
+        far = [x for s in swaps if s.source % self.size // self.node != mine for x in s.receive]
+        return self.changed(super().swap(swaps, tag), far)
+
+    def gather(self, *tensors: Tensor) -> Pending:
+        return self.changed(super().gather(*tensors), list(tensors) * (self.size - self.node))
+
+    def sum(self, x: Tensor) -> Pending:
+        return self.changed(super().sum(x), [x[0]] * (self.size - self.node))
+
+
+@dataclass(frozen=True)
+class Watched(_Links):
     """Marks on the stream of the launches where it begins to wait for a transfer, and the end."""
 
     waits: Waits = field(default_factory=Waits)
 
-    def swap(self, swaps: Sequence[Swap], tag: int) -> Pending:
-        return _Waited(super().swap(swaps, tag), self.waits)
+    def changed(self, posted: Pending, far: Sequence[Tensor]) -> Pending:
+        def wait() -> Sequence[Tensor]:
+            before = _now()
+            received = posted.wait()
+            self.waits.add(before, _now())
+            return received
 
-    def gather(self, *tensors: Tensor) -> Pending:
-        return _Waited(super().gather(*tensors), self.waits)
-
-    def sum(self, x: Tensor) -> Pending:
-        return _Waited(super().sum(x), self.waits)
-
-
-class _Waited(Pending):
-    def __init__(self, posted: Pending, waits: Waits) -> None:
-        self._posted, self._waits = posted, waits
-
-    def wait(self) -> Sequence[Tensor]:
-        before = _now()
-        received = self._posted.wait()
-        self._waits.add(before, _now())
-        return received
+        return _Changed(wait)
 
 
 def _now() -> Any:
@@ -99,41 +117,23 @@ def _now() -> Any:
 
 
 @dataclass(frozen=True)
-class Slow(RankRing):
-    """Links between nodes of `node` neighbouring ranks have `rate` bytes a second each way."""
+class Slow(_Links):
+    """Links between nodes have `rate` bytes a second each way."""
 
-    node: int = 1
     rate: float = 25e9
 
-    def swap(self, swaps: Sequence[Swap], tag: int) -> Pending:
-        posted = super().swap(swaps, tag)
-        mine = self.rank // self.node
-        far = [x for s in swaps if s.source % self.size // self.node != mine for x in s.receive]
-        return _Late(posted, self._delay(far) if far else None)
+    def changed(self, posted: Pending, far: Sequence[Tensor]) -> Pending:
+        if not far:
+            return posted
+        seconds = sum(x.numel() * x.element_size() for x in far) / self.rate
+        delay = (_gpu_delay if far[0].is_cuda else _host_delay)(seconds)
 
-    def gather(self, *tensors: Tensor) -> Pending:
-        posted = super().gather(*tensors)
-        return _Late(posted, self._delay(list(tensors) * (self.size - self.node)))
+        def wait() -> Sequence[Tensor]:
+            received = posted.wait()
+            delay()
+            return received
 
-    def sum(self, x: Tensor) -> Pending:
-        posted = super().sum(x)
-        return _Late(posted, self._delay([x[0]] * (self.size - self.node)))
-
-    def _delay(self, coming: Sequence[Tensor]) -> Callable[[], None]:
-        seconds = sum(x.numel() * x.element_size() for x in coming) / self.rate
-        return _gpu_delay(seconds) if coming[0].is_cuda else _host_delay(seconds)
-
-
-class _Late(Pending):
-    def __init__(self, posted: Pending, delay: Callable[[], None] | None) -> None:
-        self._posted, self._delay = posted, delay
-
-    def wait(self) -> Sequence[Tensor]:
-        received = self._posted.wait()
-        if self._delay is not None:
-            self._delay()
-            self._delay = None
-        return received
+        return _Changed(wait)
 
 
 def _host_delay(seconds: float) -> Callable[[], None]:
@@ -172,24 +172,28 @@ def _cycles_a_second() -> float:
     return float(CYCLES / start.elapsed_time(end) * 1e3)
 
 
+def through(route: Route, links: Callable[[RankRing], RankRing]) -> Route:
+    """The route over other links."""
+    return route._replace(
+        whole=links(route.whole), inner=links(route.inner), outer=links(route.outer)
+    )
+
+
 def silent(route: Route) -> Route:
-    whole, inner, outer = (Silent(x.group, x.rank, x.size) for x in route[:3])
-    return Route(whole, inner, outer, route.gathers, route.per_launch)
+    return through(route, lambda x: Silent(x.group, x.rank, x.size))
 
 
 def watched(route: Route, waits: Waits) -> Route:
-    whole, inner, outer = (Watched(x.group, x.rank, x.size, waits) for x in route[:3])
-    return Route(whole, inner, outer, route.gathers, route.per_launch)
+    return through(route, lambda x: Watched(x.group, x.rank, x.size, waits=waits))
 
 
 def slow(route: Route, node: int, rate: float) -> Route:
     """Neighbours are nodes of so many ranks; of the outer ring each rank is one of another node."""
 
-    def over(ring: RankRing, of_node: int) -> RankRing:
-        return Slow(ring.group, ring.rank, ring.size, of_node, rate)
+    def links(ring: RankRing) -> RankRing:
+        return Slow(ring.group, ring.rank, ring.size, 1 if ring is route.outer else node, rate)
 
-    rings = over(route.whole, node), over(route.inner, node), over(route.outer, 1)
-    return Route(*rings, route.gathers, route.per_launch)
+    return through(route, links)
 
 
 def transfers(route: Route, k: Tensor, v: Tensor, gradients: bool = True) -> None:
