@@ -35,7 +35,6 @@ import argparse
 import dataclasses
 import json
 import os
-import secrets
 import signal
 import sys
 import time
@@ -168,19 +167,16 @@ def measure(options: argparse.Namespace, workloads: list[Any]) -> tuple[Run, boo
 
 def describe_run(options: argparse.Namespace, machine: Machine, notes: list[str]) -> Run:
     """A run without rows."""
-    (commit, dirty), date = records.git_state(), records.now()
     if options.head_dim:
         K, V = options.head_dim
         notes.append(f"Head size {K}." if K == V else f"Head sizes K {K}, V {V}.")
     if options.cold:
         notes.append("L2 cache filled with other data before each call.")
-    return Run(
-        id=f"{options.family}-{date:%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}", family=options.family,
-        date=date.isoformat(timespec="seconds"), device=machine.device, device_kind=machine.kind,
-        environment=machine.environment, environment_after={}, versions=machine.versions,
-        labels=machine.labels, missing=machine.missing,
-        ceilings=dataclasses.asdict(machine.ceilings), commit=commit, dirty=dirty,
-        command=records.command_line(), notes=" ".join(notes),
+    return records.begun(
+        options.family, machine.kind, records.command_line(), device=machine.device,
+        environment=machine.environment, versions=machine.versions, labels=machine.labels,
+        missing=machine.missing, ceilings=dataclasses.asdict(machine.ceilings),
+        notes=" ".join(notes),
     )  # fmt: skip
 
 

@@ -34,11 +34,11 @@ from benchmarks import tables
 from benchmarks.gdn.ranks import WrongResult, measured
 from benchmarks.gdn.rivals import FLA
 from benchmarks.harness import records
-from benchmarks.harness.floor import Ceilings
 from benchmarks.harness.messages import Machine
 from benchmarks.harness.own_shapes import Asked, in_full, names, own_shapes, sizes
 from benchmarks.harness.records import Row, Run, write_whole
 from benchmarks.harness.timing import measure_ceilings
+from benchmarks.harness.workload import Ceilings
 from benchmarks.sm90 import describe_run
 from qla_kernels import jit
 

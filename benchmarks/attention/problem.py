@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..harness.adapters import Outputs
-from ..harness.floor import Work
 from ..harness.truth import Truth
+from ..harness.workload import Work
 from .workloads import SharedPrompts, VerticalSlash
 
 AttentionWorkload = SharedPrompts | VerticalSlash

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import conv1d, pad, silu
 
 from ..harness.adapters import Call, Implementation, Outputs, backward_of
-from ..harness.floor import Work
 from ..harness.truth import Truth
+from ..harness.workload import Work
 from .workloads import GROUP, Convolution
 
 

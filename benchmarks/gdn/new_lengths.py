@@ -10,18 +10,22 @@ multiples of an addition of eight numbers. `--save` adds a record to benchmarks/
 import argparse
 import gc
 import random
-import secrets
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import normalize
 
-from benchmarks.harness import records
-from benchmarks.harness.records import Result, Row, Run
 from qla_kernels import chunk_gated_delta_rule
 from qla_kernels.gdn import api, known
+
+from ..harness import records
+from ..harness.own_shapes import heads_of
+from ..harness.records import Result, Row
+from ..harness.timing import _in_a_row
+from ..harness.workload import Heads
 
 SEQUENCES, WARM, BURST = 6, 10, 8
 WAYS = {
@@ -40,25 +44,24 @@ class Pack(NamedTuple):
     do: torch.Tensor
 
 
-def packs(count: int, seed: int, tokens: int, vary: bool, heads: Sequence[int]) -> list[Pack]:
+def packs(count: int, seed: int, tokens: int, vary: bool, heads: Heads) -> list[Pack]:
     """Returns packs whose tensors are slices of the same random memory."""
     rng = random.Random(seed)
     (H, HV), on = heads, torch.device("cuda")
     q, k, v, do = (torch.randn(1, tokens, h, 128, device=on) for h in (H, H, HV, HV))
-    q, k = (torch.nn.functional.normalize(t, dim=-1) for t in (q, k))
     gates = [-torch.rand(1, tokens, HV, device=on), torch.rand(1, tokens, HV, device=on)]
-    inputs = [*(t.bfloat16() for t in (q, k, v)), *gates]
+    inputs = [normalize(q, dim=-1).bfloat16(), normalize(k, dim=-1).bfloat16(), v.bfloat16()]
     found = []
     for _ in range(count):
         total = rng.randrange(tokens // 2, tokens + 1) if vary else tokens
         ends = [0, *sorted(rng.sample(range(1, total), SEQUENCES - 1)), total]
         on_host = torch.tensor(ends, dtype=torch.int32)
-        x = [t[:, :total].detach().requires_grad_() for t in inputs]
+        x = [t[:, :total].detach().requires_grad_() for t in (*inputs, *gates)]
         found.append(Pack(on_host.to(on), on_host, x, do[:, :total].bfloat16()))
     return found
 
 
-def run(pack: Pack, way: str, both: bool) -> None:
+def run(way: str, both: bool, pack: Pack) -> None:
     on_host, (q, k, v, g, beta) = None if way == "ours_device" else pack.on_host, pack.x
     with torch.set_grad_enabled(both):
         o, _ = chunk_gated_delta_rule(
@@ -80,50 +83,38 @@ def host_times(call: Callable[[Pack], None], of: list[Pack]) -> list[float]:
     return times
 
 
-def wall_time(call: Callable[[Pack], None], of: list[Pack]) -> float:
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for pack in of:
-        call(pack)
-    torch.cuda.synchronize()
-    return (time.perf_counter() - begin) / len(of)
-
-
 def addition() -> float:
-    x, times = torch.zeros(8, device="cuda"), []
-    for _ in range(30):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(100):
-            x + 1
-        times.append((time.perf_counter() - begin) / 100)
-    return statistics.median(times)
+    """Seconds of the host."""
+    few = torch.zeros(8, device="cuda")
+    return sorted(_in_a_row(lambda: few + 1, 100)[1] for _ in range(30))[15]
 
 
-def measured(vary: bool, both: bool, way: str, options: Any, unit: float) -> Result:
+def measured(way: str, both: bool, sets: list[list[Pack]], unit: float) -> Result:
+    """Of three sets: the first warms, the second is timed call by call, the third by the clock."""
     api.CALLS.forget()
     known.forget()
-    heads = tuple(map(int, options.heads.split("/")))
-    sets = [packs(options.packs, seed, options.tokens, vary, heads) for seed in range(3)]
+    call, usual = partial(run, way, both), known.representative
     if way == "ours_same":
-        sets = [[sets[0][0]] * options.packs] * 3
-
-    def call(pack: Pack) -> None:
-        run(pack, way, both)
-
+        sets = [[sets[0][0]] * len(sets[0])] * 3
+    if way == "ours_by_lengths":
+        known.representative = lambda *of: of[4]
     gc.collect()
     gc.disable()  # a full collection takes a process that has imported torch 40 ms and more
     first, then = host_times(call, sets[0]), sorted(host_times(call, sets[1]))
-    wall, last = wall_time(call, sets[2]), options.packs - 1
+    third = iter(sets[2])
+    wall, _ = _in_a_row(lambda: call(next(third)), len(sets[2]))
     gc.enable()
-    p50, p95, most = (round(then[int(share * last)] / unit, 1) for share in (0.5, 0.95, 1))
+    known.representative = usual
+    p50, p95, most = (round(then[int(x * (len(then) - 1))] / unit, 1) for x in (0.5, 0.95, 1))
     hiccup = round(max(first[WARM:]) * 1e3, 2)
-    print(
-        ("{:>16}" * len(COLUMNS)).format(way, p50, p95, most, hiccup, round(wall * 1e6)), flush=True
-    )
+    _print(way, p50, p95, most, hiccup, round(wall * 1e6))
     detail = f"host: p95 {p95}, most {most} additions; the slowest after ten calls {hiccup} ms"
-    of_wall = {"eager_ms": wall * 1e3, "eager_samples": options.packs}
+    of_wall: dict[str, Any] = {"eager_ms": wall * 1e3, "eager_samples": len(sets[2])}
     return Result(way, "ok", detail, **of_wall, host_additions=p50)
+
+
+def _print(*cells: object) -> None:
+    print(("{:>16}" * len(COLUMNS)).format(*cells), flush=True)
 
 
 def main() -> None:
@@ -133,34 +124,27 @@ def main() -> None:
     parser.add_argument("--packs", type=int, default=64)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
-    exchange, unit, rows = known.representative, addition(), []
-    date, (commit, dirty) = records.now(), records.git_state()
+    heads, tokens, unit, rows = heads_of(options.heads), options.tokens, addition(), list[Row]()
     name = records.device_name("cuda")
-    print(f"{name}, {options.heads} heads, {options.tokens} tokens, addition {unit * 1e6:.1f} us")
+    print(f"{name}, {options.heads} heads, {tokens} tokens, addition {unit * 1e6:.1f} us")
     for vary in (False, True):
+        layout = f"{f'{tokens // 2}..' if vary else ''}{tokens} in {SEQUENCES}"
         for kind in ("fwd", "both"):
-            total = f"{options.tokens // 2}..{options.tokens}" if vary else str(options.tokens)
-            layout = f"{total} in {SEQUENCES}"
-            print(f"{kind}, {layout} sequences\n" + ("{:>16}" * len(COLUMNS)).format(*COLUMNS))
+            print(f"{kind}, {layout} sequences")
+            _print(*COLUMNS)
             results = []
             for way in WAYS:
-                by_lengths = way == "ours_by_lengths"
-                known.representative = (lambda *of: of[4]) if by_lengths else exchange
-                results.append(measured(vary, kind == "both", way, options, unit))
-            label = (
-                f"new_lengths-{kind}-{options.heads.replace('/', 'x')}-{layout.replace(' ', '-')}"
-            )
+                sets = [packs(options.packs, seed, tokens, vary, heads) for seed in range(3)]
+                results.append(measured(way, kind == "both", sets, unit))
+            label = f"{kind}-{options.heads.replace('/', 'x')}-{layout.replace(' ', '-')}"
+            of = "new_lengths", kind, options.heads, layout, tokens
             what = "lengths new in every call, eager"
-            of = label, "new_lengths", kind, options.heads, layout, options.tokens, what
-            rows.append(Row(*of, results=tuple(results)))
-    known.representative = exchange
+            rows.append(Row(f"new_lengths-{label}", *of, what, results=tuple(results)))
     if options.save:
-        environment = records.device_environment("cuda")
-        record = Run(
-            f"new_lengths-{date:%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}", "new_lengths",
-            date.isoformat(timespec="seconds"), name, "cuda", environment, {},
-            records.package_versions(("torch", "qla-kernels")), dict(WAYS), {}, {}, commit, dirty,
-            records.command_line("python -m benchmarks.gdn.new_lengths"), rows=tuple(rows),
+        record = records.begun(
+            "new_lengths", "cuda", records.command_line("python -m benchmarks.gdn.new_lengths"),
+            device=name, environment=records.device_environment("cuda"), labels=dict(WAYS),
+            versions=records.package_versions(("torch", "qla-kernels")), rows=tuple(rows),
             notes=f"an addition takes {unit * 1e6:.2f} us",
         )  # fmt: skip
         print(records.append(record))

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize, softplus
 
 from ..harness.adapters import Outputs
-from ..harness.floor import Work
 from ..harness.timing import one_thread
 from ..harness.truth import Truth, head_axis
+from ..harness.workload import Work
 from .workloads import Gdn
 
 CHUNK = 64

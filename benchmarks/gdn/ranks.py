@@ -19,11 +19,10 @@ from qla_kernels.gdn import build_cp_context
 from qla_kernels.gdn.sharded.layouts import LAYOUTS, STRETCHES, held_by
 
 from ..harness.adapters import describe
-from ..harness.floor import Ceilings
 from ..harness.ranks import of_all, once
 from ..harness.records import FAILED, MEMORY, OK, RANKS, UNSUPPORTED, WRONG, Result, Row
 from ..harness.timing import spread
-from ..harness.workload import Direction
+from ..harness.workload import Ceilings, Direction
 from .problem import gdn_inputs, gdn_work
 from .workloads import Gdn
 

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from .floor import Ceilings
+from .workload import Ceilings
 
 
 class Options(NamedTuple):

@@ -21,8 +21,8 @@ from ..model.problem import model_inputs, model_truth, model_work
 from ..model.workloads import ModelStep
 from ..serving.problem import prefill_inputs, prefill_truth, prefill_work
 from ..serving.workloads import LayerStep, PoolDecode, PoolPrefill
-from .floor import Work
 from .truth import Truth
+from .workload import Work
 
 
 class Problem(NamedTuple):

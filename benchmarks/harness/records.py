@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import re
+import secrets
 import shutil
 import subprocess
 import sys
@@ -189,6 +190,17 @@ def _output(*command: str) -> str:
         return ""
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def begun(family: str, device_kind: str, command: str, **known: Any) -> Run:
+    """A run without rows, of this moment and commit; `known` are its other fields."""
+    (commit, dirty), date = git_state(), now()
+    unknown: dict[str, Any] = {"environment_after": {}, "missing": {}, "ceilings": {}}
+    return Run(
+        id=f"{family}-{date:%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}", family=family,
+        date=date.isoformat(timespec="seconds"), device_kind=device_kind, commit=commit,
+        dirty=dirty, command=command, **{**unknown, **known},
+    )  # fmt: skip
 
 
 def now() -> datetime:

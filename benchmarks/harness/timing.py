@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .floor import Ceilings
+from .workload import Ceilings
 
 Run = Callable[[], Any]
 CALLS = 10  # eager ones in a row: the host is ahead of the device, and no queue is full

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from .floor import Work
+from .workload import Work
 from .messages import Begin, Done, Machine, Options, RowFacts, RowFailed
 from .records import DIED, FAILED, MISSING, OK, TIME_LIMIT, Result, Row
 from .worker import main as worker_main

@@ -1,6 +1,11 @@
-"""What workloads of all families have; each family adds what its shapes are."""
+"""What workloads of all families have, and the least time that their counted work takes.
+
+Counted are FLOPs and bytes, against ceilings of the same machine. Recomputation and workspaces do
+not count: the floor is the same for all implementations.
+"""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 Direction = Literal["fwd", "bwd", "both"]
@@ -43,3 +48,21 @@ def words(workload: Any) -> str:
 def _span(values: Iterable[int]) -> str:
     low, *_, high = sorted(values) * 2
     return str(low) if low == high else f"{low} to {high}"
+
+
+@dataclass(frozen=True)
+class Work:
+    flops: float
+    bytes: float
+
+    def floor_seconds(self, ceilings: "Ceilings") -> float:
+        return max(self.flops / ceilings.flops, self.bytes / ceilings.bandwidth)
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Measured in the same run: one large matrix product, one large copy (bytes read + written)."""
+
+    flops: float  # per second
+    bandwidth: float  # bytes per second
+    matmul: str = ""  # which product

@@ -22,8 +22,8 @@ from ..attention.workloads import DecoderLayer
 from ..gdn.problem import gdn_work
 from ..gdn.workloads import Gdn
 from ..harness.adapters import Call, Outputs
-from ..harness.floor import Work
 from ..harness.truth import Truth
+from ..harness.workload import Work
 from .mixing import Alone, Mixing, OverSequences
 from .workloads import HybridPart
 

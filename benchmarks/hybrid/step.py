@@ -19,9 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..harness.floor import Work
 from ..harness.truth import Truth
-from ..harness.workload import Heads, Workload
+from ..harness.workload import Heads, Work, Workload
 
 APART = 2e-4  # of a state's norm: 10 times what a state may be off, and too little to change o
 AT_ONCE = 64  # sequences whose states and truth are computed together

@@ -22,8 +22,8 @@ from torch.nn.functional import softplus
 from ..gdn.problem import gdn_work
 from ..gdn.workloads import Gdn
 from ..harness.adapters import Call, Outputs
-from ..harness.floor import Work
 from ..harness.truth import Truth
+from ..harness.workload import Work
 from .workloads import FLA, FULL, LINEAR, QWEN, ModelStep
 
 MODULES = {"qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5TextModel"),

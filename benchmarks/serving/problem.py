@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..gdn.problem import CHUNK, GdnInputs, gdn_inputs, gdn_work, truth_by_heads
 from ..gdn.workloads import Gdn
-from ..harness.floor import Work
 from ..harness.truth import Truth
+from ..harness.workload import Work
 from ..hybrid.step import StepInputs
 from .workloads import PoolDecode, PoolPrefill
 

@@ -5,7 +5,6 @@ from typing import Any
 
 from benchmarks.gdn.problem import gdn_work
 from benchmarks.gdn.workloads import GDN, Gdn
-from benchmarks.harness.floor import Ceilings
 from benchmarks.harness.records import (
     FAILED,
     MEMORY,
@@ -18,6 +17,7 @@ from benchmarks.harness.records import (
     Row,
     Run,
 )
+from benchmarks.harness.workload import Ceilings
 
 CEILINGS = Ceilings(flops=790e12, bandwidth=4.3e12, matmul="8192^3 bfloat16")
 LABELS = {

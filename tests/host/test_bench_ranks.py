@@ -14,8 +14,8 @@ from benchmarks import sm90, tables
 from benchmarks.gdn import ranks
 from benchmarks.gdn.workloads import Gdn
 from benchmarks.harness import records
-from benchmarks.harness.floor import Ceilings
 from benchmarks.harness.records import FAILED, OK, UNSUPPORTED, WRONG, Result
+from benchmarks.harness.workload import Ceilings
 from qla_kernels import Unsupported
 from tests.host.made_up_runs import run_of
 from tests.limits import HANG

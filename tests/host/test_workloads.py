@@ -19,8 +19,8 @@ from benchmarks.gdn.workloads import (
     random_lengths,
     short_responses,
 )
-from benchmarks.harness.floor import Ceilings
 from benchmarks.harness.problems import num_input_sets, others
+from benchmarks.harness.workload import Ceilings
 
 CPU = torch.device("cpu")
 
