@@ -4,7 +4,6 @@ What is timed is the operator under the public function, on tables or lines that
 for all layers, or for a layer once for forward and backward.
 """
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from functools import partial
@@ -12,6 +11,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+
+from qla_kernels import dualkv, sparse_ring
+from qla_kernels.errors import Unsupported
 
 from ..harness.adapters import Call, Implementation, Outputs, backward_of
 from ..hybrid.layers import packed
@@ -56,29 +58,27 @@ class OursDualKV(Ours):
     deterministic = False
 
     def prepare(self, workload: SharedPrompts, inputs: Any) -> Call:
-        family = importlib.import_module(self.module)
         if not isinstance(workload, DecoderLayer):
-            _require(family.refusal(*inputs[:3]))
-        layout = family.SharedLayout.from_lengths(workload.groups, device=inputs[0].device)
+            _require(dualkv.refusal(*inputs[:3]))
+        layout = dualkv.SharedLayout.from_lengths(workload.groups, device=inputs[0].device)
         kv_heads, heads = workload.heads
-        tables = (layout.nodes,)
+        tables: Any = (layout.nodes,)
         if inputs[0].is_cuda:
             tables = layout.prepare(heads, kv_heads, head_dim=workload.head_dim)
 
-        def attend(*qkv: Tensor) -> Tensor:
-            return torch.as_tensor(family.shared_prefix_attention(*qkv, layout))
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return dualkv.shared_prefix_attention(q, k, v, layout)
 
         if isinstance(workload, DecoderLayer):
             return packed(workload, inputs, Attends(attend))
-        ops = importlib.import_module(f"{self.module}.ops")
         q, k, v, do = inputs[:4]
         scale = workload.head_dim**-0.5
 
         def backward(o: Tensor, lse2: Tensor) -> Any:
             call = do, q, k, v, o, lse2, None, tables, scale, 0, self.deterministic
-            return ops.dualkv_bwd(*call)
+            return dualkv.ops.dualkv_bwd(*call)
 
-        forward = partial(ops.dualkv_fwd, q, k, v, tables, scale, 0)
+        forward = partial(dualkv.ops.dualkv_fwd, q, k, v, tables, scale, 0)
         call = low_level((q, k, v), do, forward, backward, attend)
         return replace(call, eager=None) if self.deterministic else call  # no public function does
 
@@ -100,26 +100,24 @@ class OursSparse(Ours):
     module = "qla_kernels.sparse_ring"
 
     def prepare(self, workload: VerticalSlash, inputs: AttentionInputs) -> Call:
-        family = importlib.import_module(self.module)
-        ops = importlib.import_module(f"{self.module}.ops")
         q, k, _ = qkv = [x[None] for x in inputs[:3]]
-        _require(family.refusal(*qkv))
+        _require(sparse_ring.refusal(*qkv))
         settings = (workload.tokens, workload.head_dim**-0.5)
         if workload.direction == "index":
-            budget = family.VerticalSlash()
+            budget = sparse_ring.VerticalSlash()
             return Call(
-                lambda: ops.vertical_slash_index(q, k, *settings, *astuple(budget)),
+                lambda: sparse_ring.ops.vertical_slash_index(q, k, *settings, *astuple(budget)),
                 lambda raw: _recall(inputs, raw),
-                lambda: lambda: family.build_index(q, k, budget),
+                lambda: lambda: sparse_ring.build_index(q, k, budget),
             )
         diagonals, columns = workload.mask()
-        given = family.FixedVerticalSlash(columns, diagonals)
-        index = family.build_index(q, k, family.Dense() if workload.dense else given)
+        given = sparse_ring.FixedVerticalSlash(columns, diagonals)
+        index = sparse_ring.build_index(q, k, sparse_ring.Dense() if workload.dense else given)
         lines, do = (*index[:3], *settings), None if inputs.do is None else inputs.do[None]
         return low_level(
-            qkv, do, partial(ops.vertical_slash_fwd, *qkv, *lines),
-            lambda *saved: ops.vertical_slash_bwd(*qkv, *lines, *saved, do, None),
-            lambda *qkv: torch.as_tensor(family.sparse_attention(*qkv, index=index)),
+            qkv, do, partial(sparse_ring.ops.vertical_slash_fwd, *qkv, *lines),
+            lambda *saved: sparse_ring.ops.vertical_slash_bwd(*qkv, *lines, *saved, do, None),
+            lambda *qkv: torch.as_tensor(sparse_ring.sparse_attention(*qkv, index=index)),
             once=lambda x: x[0], summed=lambda x: x[0],
         )  # fmt: skip
 
@@ -134,8 +132,6 @@ def _recall(inputs: AttentionInputs, raw: Any) -> Outputs:
 
 def _require(reason: str | None) -> None:
     if reason is not None:
-        from qla_kernels.errors import Unsupported
-
         raise Unsupported(reason)
 
 

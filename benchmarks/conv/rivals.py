@@ -11,6 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, pad, silu
 
+from qla_kernels.conv import ops
+from qla_kernels.dualkv import SharedLayout
+from qla_kernels.hybrid import conv_tables
+
 from ..harness.adapters import Call, Implementation, Outputs, backward_of
 from ..harness.truth import Truth
 from ..harness.workload import Work
@@ -101,14 +105,11 @@ class OursConv(Implementation):
     module, needs_cuda = "qla_kernels.conv", False
 
     def prepare(self, workload: Convolution, inputs: ConvInputs) -> Call:
-        ops = importlib.import_module(f"{self.module}.ops")
         x, weight, bias, dy, bounds = inputs
         tables = [bounds]
         if workload.shares:
-            dualkv = importlib.import_module("qla_kernels.dualkv")
-            prepare = importlib.import_module("qla_kernels.hybrid.conv_tables").prepare
-            layout = dualkv.SharedLayout.from_lengths(workload.groups, device=x.device)
-            tables = prepare(layout, workload.width)
+            layout = SharedLayout.from_lengths(workload.groups, device=x.device)
+            tables = conv_tables.prepare(layout, workload.width)
         call = x[None], weight, bias, tables, True
         if dy is None:
             return Call(lambda: ops.conv_fwd(*call), lambda raw: outputs(raw[0]))

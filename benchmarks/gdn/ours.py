@@ -8,6 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+import qla_kernels
+from qla_kernels import varlen
+from qla_kernels.gdn import GdnPool
+
 from ..harness.adapters import Call, Implementation, Outputs
 from .problem import GdnInputs, gradients
 from .workloads import KERNELS, Gdn, Sequences
@@ -123,18 +127,17 @@ def decoding(module: str, workload: Gdn, inputs: GdnInputs) -> Call:
     return Call.public(run, lambda raw: {"o": raw[0].view(packed), "ht": raw[1]})
 
 
-def pool_decoding(module: str, workload: Gdn, inputs: GdnInputs) -> Call:
-    """A step of `module`'s GdnPool on the same batch; `initial_state` is what the tails leave.
+def pool_decoding(workload: Gdn, inputs: GdnInputs) -> Call:
+    """A step of a GdnPool on the same batch; `initial_state` is what the tails leave.
 
     Sequence n has a tail of n % 64 tokens that change no state, and each call takes its tokens
     back, so that every call does the same work: that of the mean tail, without the chunk in 64 that
     goes into an anchor.
     """
-    pools = importlib.import_module(f"{module}.gdn").GdnPool
     batch, packed, h0 = len(workload.lengths), inputs.v.shape, inputs.initial_state
     q, k, v, g, beta = (torch.unflatten(x[0], 0, (batch, -1)) for x in inputs[:5])
     sizes = q.shape[2], v.shape[2], q.shape[3], v.shape[3]
-    pool, slots = pools(batch, *sizes, q.dtype, q.device), torch.arange(batch, device=q.device)
+    pool, slots = GdnPool(batch, *sizes, q.dtype, q.device), torch.arange(batch, device=q.device)
     if h0 is not None:
         pool.tensors.anchors[:batch] = h0
     pool.lengths.copy_(slots % 64)
@@ -168,25 +171,20 @@ class Ours(Implementation):
         return Call(self._public(workload, inputs), from_autograd(workload))
 
     def _public(self, workload: Gdn, inputs: GdnInputs) -> Callable[[], Any]:
-        function = importlib.import_module(self.module).chunk_gated_delta_rule
-        bounds: dict[str, Any] = {
-            "cu_seqlens": inputs.cu_seqlens,
-            "cu_seqlens_cpu": on_host(inputs),
-        }
-        if self.keeps is not None:
-            bounds["enable_fwd_cp_cache"] = self.keeps
+        keeps = {} if self.keeps is None else {"enable_fwd_cp_cache": self.keeps}
         return through_autograd(
-            function, workload, inputs, self.training, **bounds, **self.keywords
-        )
+            qla_kernels.chunk_gated_delta_rule, workload, inputs, self.training,
+            cu_seqlens=inputs.cu_seqlens, cu_seqlens_cpu=on_host(inputs), **keeps, **self.keywords,
+        )  # fmt: skip
 
     def _low_level(self, workload: Gdn, inputs: GdnInputs) -> Call:
-        ops, public = importlib.import_module(self.module), partial(self._public, workload, inputs)
+        public = partial(self._public, workload, inputs)
         options = {"cu_seqlens_cpu": on_host(inputs), **self.choices}
-        return two_functions(ops, workload, inputs, public, options, self.training, self.keeps)
+        call = qla_kernels, workload, inputs, public, options, self.training, self.keeps
+        return two_functions(*call)
 
     def _kernel(self, workload: Gdn, inputs: GdnInputs) -> Call:
-        launch = importlib.import_module("qla_kernels.gdn.launch.forward")
-        varlen = importlib.import_module("qla_kernels.varlen")
+        launch = importlib.import_module("qla_kernels.gdn.launch.forward")  # needs TileLang
         kernel, k, g = getattr(launch, workload.kernel), inputs.k, inputs.g
         beta, cu = inputs.beta.float(), inputs.cu_seqlens
         table = varlen.chunk_table(workload.tokens, cu, batch=1, device=k.device)
@@ -244,7 +242,7 @@ class OursPool(Ours):
     lacks = dict.fromkeys((*KERNELS, "fwd", "bwd", "both"), "only decodes")
 
     def prepare(self, workload: Gdn, inputs: GdnInputs) -> Call:
-        return pool_decoding(self.module, workload, inputs)
+        return pool_decoding(workload, inputs)
 
 
 def on_host(packed: GdnInputs | Sequences) -> Tensor:

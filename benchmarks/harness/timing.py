@@ -65,30 +65,28 @@ class CpuTimer(Timer):
     """Repeated calls. There is nothing to capture and no clock to spare."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
-        self._runs = runs
-        self._turn = 0
+        self._turns = cycle(runs)
 
     def burst(self, seconds: float) -> list[float]:
         samples: list[float] = []
         while not samples or sum(samples) < seconds:
-            run = self._runs[self._turn % len(self._runs)]
-            self._turn += 1
-            start = time.perf_counter()
+            run, start = next(self._turns), time.perf_counter()
             run()
             samples.append(time.perf_counter() - start)
         return samples
 
 
-class DeviceTimer(Timer):
-    """Events around each step, all of a burst in the queue before the first wait."""
+class EventTimer(Timer):
+    """Events around each step, all of a burst in the queue before the first wait.
+
+    A step is a call that cannot be captured, whose launch gaps are included, unless a subclass has
+    steps of several calls.
+    """
 
     calls_per_step = 1
 
-    def step(self, turn: int) -> None:
-        raise NotImplementedError
-
-    def before_step(self) -> None:
-        """Untimed."""
+    def __init__(self, steps: Sequence[Run], before_step: Run = lambda: None) -> None:
+        self._steps, self._before_step = steps, before_step
 
     def burst(self, seconds: float) -> list[float]:
         first = self._time(1)[0]  # wakes the clocks, and shows how many fit
@@ -98,10 +96,10 @@ class DeviceTimer(Timer):
 
     def _time(self, count: int) -> list[float]:
         events = [(event(), event()) for _ in range(count)]
-        for turn, (start, end) in enumerate(events):
-            self.before_step()
+        for (start, end), step in zip(events, cycle(self._steps), strict=False):
+            self._before_step()
             start.record()
-            self.step(turn)
+            step()
             end.record()
         torch.cuda.synchronize()
         return [a.elapsed_time(b) / 1e3 / self.calls_per_step for a, b in events]
@@ -111,17 +109,7 @@ def event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-class EventTimer(DeviceTimer):
-    """For a call that cannot be captured: launch gaps are included."""
-
-    def __init__(self, runs: Sequence[Run]) -> None:
-        self._runs = runs
-
-    def step(self, turn: int) -> None:
-        self._runs[turn % len(self._runs)]()
-
-
-class GraphTimer(DeviceTimer):
+class GraphTimer(EventTimer):
     """One graph of a call per input set; a sample is a replay's time divided by the calls in it.
 
     `cold` takes a graph for each set instead, and fills the L2 cache with other data before each.
@@ -139,7 +127,8 @@ class GraphTimer(DeviceTimer):
         groups = [[run] for run in runs] if cold else [list(runs)]
         self._graphs = [self._capture(group) for group in groups]
         self.calls_per_step = len(groups[0])
-        self._other = _twice_l2() if cold else None
+        replays = [graph.replay for graph in self._graphs]
+        super().__init__(replays, *([_twice_l2().zero_] if cold else []))
 
     def _capture(self, runs: Sequence[Run]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -152,13 +141,6 @@ class GraphTimer(DeviceTimer):
         self._graphs[-1].replay()
         torch.cuda.synchronize()
         return self.results
-
-    def step(self, turn: int) -> None:
-        self._graphs[turn % len(self._graphs)].replay()
-
-    def before_step(self) -> None:
-        if self._other is not None:
-            self._other.zero_()
 
 
 def _twice_l2() -> torch.Tensor:

@@ -16,10 +16,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from .workload import Work
 from .messages import Begin, Done, Machine, Options, RowFacts, RowFailed
 from .records import DIED, FAILED, MISSING, OK, TIME_LIMIT, Result, Row
 from .worker import main as worker_main
+from .workload import Work
 
 PROVIDER = "benchmarks.harness.adapters:implementations"
 STRIKES = 2

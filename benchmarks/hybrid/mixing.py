@@ -1,12 +1,15 @@
 """The functions in which tokens meet: by the definitions, and by our kernels."""
 
-import importlib
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+import qla_kernels
+from qla_kernels import hybrid
+from qla_kernels.dualkv import SharedLayout, shared_prefix_attention
 
 from ..attention.workloads import Group
 from .workloads import HybridPart
@@ -57,14 +60,13 @@ class OverGroups:
     def __init__(
         self, groups: tuple[Group, ...], workload: HybridPart, device: torch.device
     ) -> None:
-        self._dualkv = importlib.import_module("qla_kernels.dualkv")
-        self._layout = self._dualkv.SharedLayout.from_lengths(groups, device=device)
+        self._layout = SharedLayout.from_lengths(groups, device=device)
         if device.type == "cuda":
             kv_heads, heads = workload.heads
             self._layout.prepare(heads, kv_heads, head_dim=workload.head_dim)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.as_tensor(self._dualkv.shared_prefix_attention(q, k, v, self._layout))
+        return shared_prefix_attention(q, k, v, self._layout)
 
 
 class OverTree(OverGroups):
@@ -72,19 +74,18 @@ class OverTree(OverGroups):
 
     def __init__(self, workload: HybridPart, device: torch.device) -> None:
         super().__init__(workload.groups, workload, device)
-        self._hybrid = importlib.import_module("qla_kernels.hybrid")
-        self._hybrid.prepare_conv1d(self._layout, workload.width)
-        self._hybrid.prepare_gated_delta_rule(self._layout)
+        hybrid.prepare_conv1d(self._layout, workload.width)
+        hybrid.prepare_gated_delta_rule(self._layout)
 
     def convolve(self, x: Tensor, weight: Tensor) -> Tensor:
-        y = self._hybrid.shared_prefix_conv1d(x, weight, None, self._layout, "silu")
-        return torch.as_tensor(y)
+        return hybrid.shared_prefix_conv1d(x, weight, None, self._layout, "silu")
 
     def delta(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        row = (x[None] for x in (q, k, v, g, beta))
-        rule = self._hybrid.shared_prefix_gated_delta_rule
-        o, _ = rule(*row, self._layout, use_qk_l2norm_in_kernel=True)
-        return torch.as_tensor(o.squeeze(0))  # o[0] has a gradient that is filled and copied
+        q, k, v, g, beta = (x[None] for x in (q, k, v, g, beta))
+        o, _ = hybrid.shared_prefix_gated_delta_rule(
+            q, k, v, g, beta, self._layout, use_qk_l2norm_in_kernel=True
+        )
+        return o.squeeze(0)  # o[0] has a gradient that is filled and copied
 
 
 class OverSequences(OverGroups):
@@ -94,17 +95,16 @@ class OverSequences(OverGroups):
         self, lengths: tuple[int, ...], workload: HybridPart, device: torch.device
     ) -> None:
         super().__init__(tuple((n, ()) for n in lengths), workload, device)
-        self._package = importlib.import_module("qla_kernels")
         self._bounds_cpu = torch.tensor([0, *lengths]).cumsum(0).int()
         self._bounds = self._bounds_cpu.to(device)
 
     def convolve(self, x: Tensor, weight: Tensor) -> Tensor:
-        y = self._package.causal_conv1d(x, weight, None, "silu", self._bounds)
-        return torch.as_tensor(y)
+        return qla_kernels.causal_conv1d(x, weight, None, "silu", self._bounds)
 
     def delta(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        o, _ = self._package.chunk_gated_delta_rule(
-            *(x[None] for x in (q, k, v, g, beta)), use_qk_l2norm_in_kernel=True,
+        q, k, v, g, beta = (x[None] for x in (q, k, v, g, beta))
+        o, _ = qla_kernels.chunk_gated_delta_rule(
+            q, k, v, g, beta, use_qk_l2norm_in_kernel=True,
             cu_seqlens=self._bounds, cu_seqlens_cpu=self._bounds_cpu,
         )  # fmt: skip
-        return torch.as_tensor(o.squeeze(0))
+        return o.squeeze(0)
