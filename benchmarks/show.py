@@ -140,14 +140,13 @@ def claimed(runs: Sequence[Run]) -> Iterator[tuple[Claim, tables.Pair, float, fl
             rows = (row for row in tables.with_sums(run) if row.name == claim.row)
             pairs = [pair for row in rows for pair in tables.pairs_of(run, row)]
             if found := [pair for pair in pairs if claim.rival in ("", pair.rival)]:
-                pair = min(found, key=tables.BY_TIME)
+                pair = min(found, key=lambda pair: pair.theirs)
                 times = (claim.eager and pair.eager) or (pair.ours, pair.theirs)
                 yield claim, pair, *times
                 break
         else:
-            raise ValueError(
-                f"no record of {claim.row} beside {claim.rival or 'a rival'}; need one"
-            )
+            rival = claim.rival or "a rival"
+            raise ValueError(f"no record of {claim.row} beside {rival}; need one")
 
 
 def results(runs: Sequence[Run]) -> str:
@@ -158,11 +157,9 @@ def results(runs: Sequence[Run]) -> str:
         rows.append([claim.operation, claim.shape, *times])
         dates[tables.gpu(pair.run)].append(pair.run.date[:10])
     header = ["operation", "model, shape", "ours, ms", "rival", "its ms", "ratio"]
-    lines = [header, ["---"] * 2 + ["---:"] * 4, *rows]
+    table = [f"| {' | '.join(x)} |" for x in (header, ["---"] * 2 + ["---:"] * 4, *rows)]
     measured = [f"{name}, {min(days)} to {max(days)}" for name, days in dates.items()]
-    return "\n".join(
-        [*(f"| {' | '.join(line)} |" for line in lines), "", f"{'; '.join(measured)}."]
-    )
+    return "\n".join([*table, "", f"{'; '.join(measured)}."])
 
 
 def summary(runs: Sequence[Run]) -> str:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +21,6 @@ OPERATIONS: dict[str, str] = json.loads(TITLES.read_text())
 TABLES = ("trainer", "model", "gdn", "conv", "dualkv", "hybrid", "sparse_ring", "serving", "ranks")
 EACH_RIVAL = ("trainer", "model", "dualkv", "serving")  # a line for each, not for the best alone
 MOST = 3  # rows of a group that have a line each
-BY_TIME = attrgetter("theirs")
 
 
 class Pair(NamedTuple):
@@ -144,7 +142,7 @@ def newest(runs: Sequence[Run], table: str) -> list[Pair]:
     for run in reversed([run for run in runs if run.device_kind == "cuda"]):
         for row in with_sums(run):
             if table_of(row) == table and row.name not in found and (pairs := pairs_of(run, row)):
-                found[row.name] = pairs if table in EACH_RIVAL else [min(pairs, key=BY_TIME)]
+                found[row.name] = pairs if table in EACH_RIVAL else pairs[:1]
     return [pair for pairs in found.values() for pair in pairs]
 
 
@@ -154,7 +152,7 @@ def table_of(row: Row) -> str:
 
 
 def pairs_of(run: Run, row: Row) -> list[Pair]:
-    """The row beside each rival; none if ours or all rivals have no time."""
+    """The row beside each rival, the fastest first; none if ours or all have no time."""
     graph, eager = (rivals(run, row, way) for way in (False, True))
     mine, called = row.time_ms("ours"), row.time_ms("ours", eager=True)
     found = []
@@ -163,7 +161,7 @@ def pairs_of(run: Run, row: Row) -> list[Pair]:
         if pair := (mine, graph[name]) if mine and name in graph else both:
             rival, comma, mask = name.partition(",")
             found.append(Pair(run, row, run.labels[rival] + comma + mask, *pair, both))
-    return found
+    return sorted(found, key=lambda pair: pair.theirs)
 
 
 def with_sums(run: Run) -> Iterator[Row]:

@@ -68,18 +68,15 @@ class Experiment:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.device = options, torch.device(options.device)
         self.file = options.folder / "quality.json"
-        self.results: dict[str, Any] = {"settings": self._settings(), "runs": {}}
+        names = ("short", "short_rows", "length", "long_rows", "targets", "seed", "tiny", "lr")
+        settings = {name: getattr(options, name) for name in names}
+        self.results: dict[str, Any] = {"settings": settings, "runs": {}}
         if self.file.exists():
-            found = json.loads(self.file.read_text())
-            if found["settings"] != self.results["settings"]:
+            self.results = json.loads(self.file.read_text())
+            if self.results["settings"] != settings:
                 raise SystemExit(f"{self.file} has other settings: pass another --folder")
-            self.results = found
         self._end = time.monotonic() + 60 * options.minutes
         self._short_end = time.monotonic() + 60 * options.short_minutes
-
-    def _settings(self) -> dict[str, Any]:
-        names = ("short", "short_rows", "length", "long_rows", "targets", "seed", "tiny", "lr")
-        return {name: getattr(self.options, name) for name in names}
 
     def train(self) -> None:
         """Runs until all steps are made or the time is over."""
@@ -87,12 +84,11 @@ class Experiment:
         options.folder.mkdir(parents=True, exist_ok=True)
         base = self._run(SHORT, None, None)
         begun = any(name != SHORT for name in self.results["runs"])  # an earlier call got so far
-        while base.step < options.short_steps and not begun and self._time_left():
-            end = min(base.step + options.turn, options.short_steps)
-            self._turn(base, end, options.short, options.short_rows, options.short_steps)
+        while base.step < options.short_steps and not begun:
+            if time.monotonic() >= self._end:
+                return
+            self._turn(base, options.short, options.short_rows, options.short_steps)
             begun = time.monotonic() > self._short_end
-        if base.step < options.short_steps and not begun:
-            return
         patterns: dict[str, VerticalSlash | None] = {EXACT: None}
         for target in options.targets:
             patterns[f"recall {target}"] = VerticalSlash(target, target, max_v=options.max_v)
@@ -100,22 +96,17 @@ class Experiment:
         for run in runs:
             if run.step == 0 and run.name not in self.results["runs"]:
                 self._note(run, [], options.length)
-        while True:
+        while time.monotonic() < self._end:
             late = min(runs, key=lambda run: run.step)
-            if late.step >= options.long_steps or not self._time_left():
+            if late.step >= options.long_steps:
                 return
-            end = min(late.step + options.turn, options.long_steps)
-            self._turn(late, end, options.length, options.long_rows, options.long_steps)
-
-    def _time_left(self) -> bool:
-        return bool(time.monotonic() < self._end)
+            self._turn(late, options.length, options.long_rows, options.long_steps)
 
     def _run(self, name: str, pattern: VerticalSlash | None, start: Run | None) -> Run:
         """Returns a run from its checkpoint, from the weights of `start`, or from random ones."""
         torch.manual_seed(self.options.seed)
         tiny = {"width": 64, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 32}
-        model = Model(Sizes(VOCABULARY, **(tiny if self.options.tiny else {})))
-        model.to(self.device)
+        model = Model(Sizes(VOCABULARY, **(tiny if self.options.tiny else {}))).to(self.device)
         fused = self.device.type == "cuda" or None
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=self.options.lr, betas=(0.9, 0.95), fused=fused
@@ -134,16 +125,16 @@ class Experiment:
         folder: Path = self.options.folder
         return folder / f"{name.replace(' ', '-')}.pt"
 
-    def _turn(self, run: Run, end: int, T: int, num: int, steps: int) -> None:
-        """Trains a run up to step `end`, evaluates and saves it."""
+    def _turn(self, run: Run, T: int, num: int, steps: int) -> None:
+        """Trains a run for a turn of the `steps` that it has in all, evaluates and saves it."""
         began, losses = time.monotonic(), []
-        attention = Attention(run.pattern)
+        short, end = run.name == SHORT, min(run.step + self.options.turn, steps)
+        peak = self.options.lr if short else self.options.lr / 4
         for step in range(run.step, end):
-            n = length_at(step, steps, T) if run.name == SHORT else T
-            peak = self.options.lr if run.name == SHORT else self.options.lr / 4
+            n = length_at(step, steps, T) if short else T
             for group in run.optimizer.param_groups:
                 group["lr"] = peak * min(1.0, (step + 1) / 50) * max(0.1, 1 - step / steps)
-            losses.append(self._step(run, attention, step, n, num * min(T // n, MORE_ROWS)))
+            losses.append(self._step(run, step, n, num * min(T // n, MORE_ROWS)))
         run.step = end
         numbers = [[float(x) for x in of_step] for of_step in losses]  # waits for the GPU
         ms = 1e3 * (time.monotonic() - began) / max(len(losses), 1)
@@ -151,11 +142,10 @@ class Experiment:
         state = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
         torch.save({**state, "step": end}, self._checkpoint(run.name))
 
-    def _step(self, run: Run, attention: Attention, step: int, T: int, num: int) -> list[Tensor]:
+    def _step(self, run: Run, step: int, T: int, num: int) -> list[Tensor]:
         """Makes a step over `num` rows of each task; returns the loss of each task."""
-        made = [rows(task, num, T, step) for task in TASKS]
-        tokens, labels = (torch.cat(x).to(self.device) for x in zip(*made, strict=True))
-        (row, _), loss, _ = self._forward(run, tokens, labels, attention)
+        batch = [rows(task, num, T, step) for task in TASKS]
+        (row, _), loss, _ = self._forward(run, Attention(run.pattern), *batch)
         by_task = [loss[row // num == n].mean() for n in range(len(TASKS))]
         run.optimizer.zero_grad()
         torch.stack(by_task).sum().backward()  # type: ignore[no-untyped-call]
@@ -164,19 +154,22 @@ class Experiment:
         return [x.detach() for x in by_task]
 
     def _forward(
-        self, run: Run, tokens: Tensor, labels: Tensor, attention: Attention
+        self, run: Run, attention: Attention, *batch: tuple[Tensor, Tensor]
     ) -> tuple[Any, Tensor, Tensor]:
-        on_gpu = self.device.type == "cuda"
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=on_gpu):
+        """What the model returns of tokens and labels."""
+        tokens, labels = (torch.cat(x).to(self.device) for x in zip(*batch, strict=True))
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             where, loss, right = run.model(tokens, labels, attention)
         return where, loss, right
 
+    @torch.no_grad()
     def _note(self, run: Run, losses: list[list[float]], T: int, ms: float = 0.0) -> None:
         """Evaluates a run, and writes its results."""
-        found: dict[str, Any] = {"step": run.step, "ms": ms, "own": self._evaluated(run, T)}
+        own = self._evaluated(run, Attention(run.pattern), T)
+        found: dict[str, Any] = {"step": run.step, "ms": ms, "own": own}
         if run.pattern is not None:
-            found["exact"] = self._evaluated(run, T, exact=True)
-            found |= self._lines(run, T)
+            found["exact"] = self._evaluated(run, Attention(), T)
+            found |= self._lines(run, run.pattern, T)
         elif run.name != SHORT:
             found["density"] = found["held_out"] = 1.0
         kept = self.results["runs"].setdefault(run.name, {"losses": [], "evaluations": []})
@@ -185,31 +178,25 @@ class Experiment:
         self.file.write_text(json.dumps(self.results, indent=1) + "\n")
         print(described(run.name, found), flush=True)
 
-    @torch.no_grad()
-    def _evaluated(self, run: Run, T: int, exact: bool = False) -> dict[str, dict[str, float]]:
+    def _evaluated(self, run: Run, attention: Attention, T: int) -> dict[str, dict[str, float]]:
         """Returns loss and accuracy of each task."""
-        attention = Attention(None if exact else run.pattern)
-        said = {}
+        found = {}
         for task in TASKS:
-            tokens, labels = rows(task, self.options.evaluated, T, 0, evaluation=True)
-            on_device = tokens.to(self.device), labels.to(self.device)
-            (_, column), loss, right = self._forward(run, *on_device, attention)
-            said[task] = {"loss": float(loss.mean()), "accuracy": float(right.float().mean())}
+            batch = rows(task, self.options.evaluated, T, 0, evaluation=True)
+            (_, column), loss, right = self._forward(run, attention, batch)
+            found[task] = {"loss": float(loss.mean()), "accuracy": float(right.float().mean())}
             if task == "recall":
                 last = column >= T - BLOCK
                 for name, of in (("last_block", last), ("elsewhere", ~last)):
-                    said[task][name] = float(right[of].float().mean())
-        return said
+                    found[task][name] = float(right[of].float().mean())
+        return found
 
-    @torch.no_grad()
-    def _lines(self, run: Run, T: int) -> dict[str, float]:
+    def _lines(self, run: Run, pattern: VerticalSlash, T: int) -> dict[str, float]:
         """Returns density and held-out recall of the lines, means over layers, of all tasks."""
-        assert run.pattern is not None, "a run under a mask"
-        measured = Measured([run.pattern], 64, T)
+        measured = Measured([pattern], 64, T)
         for task in TASKS:
-            tokens, labels = rows(task, 1, T, 0, evaluation=True)
-            on_device = tokens.to(self.device), labels.to(self.device)
-            self._forward(run, *on_device, Attention(run.pattern, measured))
+            batch = rows(task, 1, T, 0, evaluation=True)
+            self._forward(run, Attention(pattern, measured), batch)
         (lines,) = measured.lines
         return {
             "density": sum(x.density for x in lines) / len(lines),
