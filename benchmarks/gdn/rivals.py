@@ -176,7 +176,7 @@ class Definition(Implementation):
 
 def known(family: str) -> list[Implementation]:
     rivals: list[Implementation] = [FlashQLA(), FlashInfer(), FLA()]
-    first, *serving = importlib.import_module("benchmarks.serving.engines").known()
+    first, *serving = importlib.import_module("benchmarks.serving.rivals").known()
     if torch.cuda.is_available():
         return [first, *ours()[1:], *rivals, *serving]
     # on a GPU the loop is 100,000 launches a row

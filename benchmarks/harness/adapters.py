@@ -115,7 +115,7 @@ def names_for(family: str, workloads: Sequence[Any]) -> list[str]:
     if not any(served):
         return everyone
     kinds = {workload.kind for workload in workloads if workload.served}
-    known = importlib.import_module("benchmarks.serving.engines").known()
+    known = importlib.import_module("benchmarks.serving.rivals").known()
     serving = [i.name for i in known if kinds & {*i.serves}]
     return [*dict.fromkeys([*([] if all(served) else everyone), *serving])]
 

@@ -16,6 +16,7 @@ from qla_kernels.sparse_ring.groups import RankRing
 from reference import sparse_ring as definition
 
 Backward = tuple[Tensor, Tensor, Tensor]
+Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, o and the log-sum-exp
 GRADIENT_TAG = 2  # k and v take two
 
 
@@ -28,9 +29,9 @@ class Kernel(Protocol):
         """o, and the natural log-sum-exp, [B, H, T]."""
         ...
 
-    def backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
-    ) -> Backward: ...
+    def backward(self, do: Tensor, saved: Saved, causal: bool) -> Backward:
+        """Gradients of q, k and v, which a forward got; `saved` is what it got and returned."""
+        ...
 
 
 class FlashAttention4:
@@ -43,9 +44,8 @@ class FlashAttention4:
         o, lse = self._ops.flash_attn_func(q, k, v, causal=causal, return_lse=True)[:2]
         return o, lse
 
-    def backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
-    ) -> Backward:
+    def backward(self, do: Tensor, saved: Saved, causal: bool) -> Backward:
+        q, k, v, o, lse = saved
         scale = q.shape[-1] ** -0.5
         dq, dk, dv = self._ops._flash_attn_bwd(
             q, k, v, o, do, lse.contiguous(), softmax_scale=scale, causal=causal
@@ -72,9 +72,8 @@ class Aten:
         self._seeds = done[6:8]
         return done[0].transpose(1, 2), done[1].view(*heads[0].shape[:3])
 
-    def backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
-    ) -> Backward:
+    def backward(self, do: Tensor, saved: Saved, causal: bool) -> Backward:
+        q, k, v, o, lse = saved
         heads = [x.transpose(1, 2) for x in (do, q, k, v, o)]
         lengths = (None, None, q.shape[1], k.shape[1], 0.0, causal)
         if self._cudnn:
@@ -97,9 +96,8 @@ class Definition:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         return definition.attention(q, k, v, self._visible(q, k, causal))
 
-    def backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
-    ) -> Backward:
+    def backward(self, do: Tensor, saved: Saved, causal: bool) -> Backward:
+        q, k, v, o, lse = saved
         delta = definition.delta(o, do)
         visible = self._visible(q, k, causal)
         return definition.attention_backward(q, k, v, visible, lse, delta, do)
@@ -160,26 +158,16 @@ def _merge(o: Tensor, lse: Tensor, part: Tensor, of_part: Tensor) -> None:
     lse.copy_(both)
 
 
-def backward(
-    kernel: Kernel,
-    ring: RankRing,
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-) -> Backward:
+def backward(kernel: Kernel, ring: RankRing, do: Tensor, saved: Saved) -> Backward:
     """Gradients of keys go around with them, in fp32, and one hop more."""
+    q, k, v, o, lse = saved
     dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     dkv = torch.zeros(2, *k.shape, dtype=torch.float32, device=q.device)
     received = torch.empty_like(dkv)
     travelling: Any = None
     for step, (queries, of_owner, keys, values) in enumerate(_steps(ring, k, v)):
-        parts = kernel.backward(
-            do[:, queries], q[:, queries], keys, values,
-            o[:, queries], lse[..., queries], step == 0,
-        )  # fmt: skip
+        part = q[:, queries], keys, values, o[:, queries], lse[..., queries]
+        parts = kernel.backward(do[:, queries], part, step == 0)
         if travelling is not None:
             travelling.wait()
             dkv, received = received, dkv
@@ -209,7 +197,7 @@ class DenseRing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         kernel, ring = ctx.ring
-        dq, dk, dv = backward(kernel, ring, do.contiguous(), *ctx.saved_tensors)
+        dq, dk, dv = backward(kernel, ring, do.contiguous(), ctx.saved_tensors)
         return dq, dk, dv, None, None
 
 

@@ -305,7 +305,8 @@ def dense(
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
     q, k, v, do = layer.tensors(group.world)
     forward = partial(dense_ring.forward, kernel, group.whole, q, k, v)
-    return forward, partial(dense_ring.backward, kernel, group.whole, do, q, k, v, *forward())
+    saved = q, k, v, *forward()
+    return forward, partial(dense_ring.backward, kernel, group.whole, do, saved)
 
 
 def check_dense(kernel: dense_ring.Kernel, layer: Layer, group: RingGroups) -> None:
@@ -313,8 +314,8 @@ def check_dense(kernel: dense_ring.Kernel, layer: Layer, group: RingGroups) -> N
     layout, whole = ZigZagLayout(group.world), layer.tensors(seed=0)
     q, k, v, do = (layout.shard(x, 1, group.rank) for x in whole)
     o, lse = dense_ring.forward(kernel, group.whole, q, k, v)
-    found = [o, *dense_ring.backward(kernel, group.whole, do, q, k, v, o, lse)]
+    found = [o, *dense_ring.backward(kernel, group.whole, do, (q, k, v, o, lse))]
     q, k, v, do = whole
     o, lse = kernel.forward(q, k, v, True)
-    want = [o, *kernel.backward(do, q, k, v, o, lse, True)]
+    want = [o, *kernel.backward(do, (q, k, v, o, lse), True)]
     agree("the dense ring", layout, group.rank, found, want)

@@ -12,7 +12,7 @@ from benchmarks.gdn.rivals import FLA, Definition, FlashInfer, FlashQLA
 from benchmarks.gdn.workloads import Gdn
 from benchmarks.harness.adapters import INSTALLING, implementations
 from benchmarks.serving import engine_functions
-from benchmarks.serving.engines import VLLM
+from benchmarks.serving.rivals import VLLM
 from qla_kernels.gdn import cpu, ops
 from tests.host import rival_stand_ins as rivals
 

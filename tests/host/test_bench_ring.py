@@ -35,12 +35,12 @@ def test_any_number_of_ranks_is_one_call(world):
         ring = Mail(boxes, list(range(world)), rank)
         mine = [layout.shard(x, 1, rank) for x in (q, k, v)]
         o, lse = dense_ring.forward(kernel, ring, *mine)
-        return [o, *dense_ring.backward(kernel, ring, layout.shard(do, 1, rank), *mine, o, lse)]
+        return [o, *dense_ring.backward(kernel, ring, layout.shard(do, 1, rank), (*mine, o, lse))]
 
     with ThreadPoolExecutor(world) as pool:
         found = list(pool.map(one, range(world)))
     o, lse = kernel.forward(q, k, v, True)
-    want = [o, *kernel.backward(do, q, k, v, o, lse, True)]
+    want = [o, *kernel.backward(do, (q, k, v, o, lse), True)]
     for rank, got in enumerate(found):
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, layout.shard(b, 1, rank), atol=2e-5, rtol=0)

@@ -16,11 +16,10 @@ from benchmarks.harness.records import OK, Result
 from benchmarks.harness.truth import relative_l2
 from benchmarks.harness.worker import Worker
 from benchmarks.hybrid.step import APART
-from benchmarks.serving import engines
-from benchmarks.serving.engines import VLLM, SGLang
-from benchmarks.serving.flashinfer import FlashInferGathers, FlashInferPool
+from benchmarks.serving import rivals
 from benchmarks.serving.ours import OursOneToken, OursServing, OursTwo
 from benchmarks.serving.problem import batch_of
+from benchmarks.serving.rivals import VLLM, FlashInferGathers, FlashInferPool, SGLang
 from benchmarks.serving.workloads import (
     DECODE,
     DRAFTS,
@@ -66,14 +65,14 @@ def truth_of(workload, inputs):
 @pytest.fixture
 def everyone(monkeypatch):
     """The rivals, computing by the definition."""
-    monkeypatch.setattr(engines, "function", theirs.engine_function)
+    monkeypatch.setattr(rivals, "function", theirs.engine_function)
     norm = {"benchmarks.serving.gated_norm": {"gated_norm": theirs.gated_norm}}
     with installed(**theirs.flashinfer()), installed(**norm):
         yield
 
 
 def ways(workload):
-    return [i for i in engines.known() if i.inapplicable(workload) is None]
+    return [i for i in rivals.known() if i.inapplicable(workload) is None]
 
 
 ROWS = pytest.mark.parametrize(
@@ -271,14 +270,14 @@ def test_who_serves_says_so():
     }  # fmt: skip
     for other in (FlashQLA(), FLA(), Definition(), OursTraining(), OursPool()):
         assert other.inapplicable(DECODE[0]) is not None
-    for way in engines.known()[1:]:
+    for way in rivals.known()[1:]:
         assert way.inapplicable(GDN["decode"][0]) is not None
 
 
 def test_an_engine_without_sources_is_missing(monkeypatch, tmp_path):
     monkeypatch.setattr(VLLM, "needs_cuda", False)
     monkeypatch.setattr(VLLM, "module", "torch")
-    monkeypatch.setattr(engines.engine_functions.engine_interfaces, "UNPACKED", tmp_path)
+    monkeypatch.setattr(rivals.engine_functions.engine_interfaces, "UNPACKED", tmp_path)
     said = VLLM().missing()
     assert "vllm 0.33.0" in said
     assert "python scripts/engine_interfaces.py" in said
