@@ -18,6 +18,7 @@ from qla_kernels import Unsupported, chunk_gated_delta_rule
 from qla_kernels.gdn import build_cp_context
 from qla_kernels.gdn.sharded.layouts import LAYOUTS, STRETCHES, held_by
 
+from ..harness import records
 from ..harness.adapters import describe
 from ..harness.ranks import of_all, once
 from ..harness.records import FAILED, MEMORY, OK, RANKS, UNSUPPORTED, WRONG, Result, Row
@@ -50,14 +51,13 @@ def row_of(rule: Gdn, world: int, split: str, ceilings: Ceilings, results: Itera
 
     The floor is a share of the one of a GPU: what is sent does not count.
     """
-    work, sizes = gdn_work(rule), (rule.head_dim, rule.V)
-    said = "" if sizes == (128, 128) else ", K {}, V {}".format(*sizes)
-    name = rule.name.replace("gdn-", "gdn-ranks-", 1)
-    return Row(
-        name=f"{name}-over{world}-{split}", family="gdn", kind=RANKS[rule.direction],
-        heads="/".join(map(str, rule.heads)), layout=f"{rule.layout} over {world}, {split}",
-        tokens=rule.tokens, what=f"{rule.gate} gates{said}", flops=work.flops, bytes=work.bytes,
-        floor_ms=1e3 * work.floor_seconds(ceilings) / world, results=tuple(results),
+    work = gdn_work(rule)
+    sizes = "" if (rule.head_dim, rule.V) == (128, 128) else f", K {rule.head_dim}, V {rule.V}"
+    return records.row_of(
+        rule, work, ceilings, results, kind=RANKS[rule.direction],
+        name=f"{rule.name.replace('gdn-', 'gdn-ranks-', 1)}-over{world}-{split}",
+        layout=f"{rule.layout} over {world}, {split}", what=f"{rule.gate} gates{sizes}",
+        floor_ms=1e3 * work.floor_seconds(ceilings) / world,
     )  # fmt: skip
 
 

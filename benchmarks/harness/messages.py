@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from .workload import Ceilings
+from .workload import Ceilings, Work
 
 
 class Options(NamedTuple):
@@ -33,8 +33,7 @@ class Begin(NamedTuple):
 
 
 class RowFacts(NamedTuple):
-    flops: float
-    bytes: float
+    work: Work
     input_sets: int
 
 

@@ -25,6 +25,8 @@ import torch
 
 from qla_kernels.native import prebuilt
 
+from .workload import Ceilings, Work
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -95,6 +97,18 @@ class Row:
         """The median of graph replays, or of eager calls."""
         found = self.result(implementation)
         return found.time_ms(eager) if found is not None else None
+
+
+def row_of(
+    workload: Any, work: Work, ceilings: Ceilings, results: Iterable[Result], **changes: Any
+) -> Row:
+    """A workload's row; `changes` are fields that are not as the workload says."""
+    fields = {
+        "heads": workload.heads_label.replace("x", "/"), "flops": work.flops, "bytes": work.bytes,
+        "floor_ms": 1e3 * work.floor_seconds(ceilings), "results": tuple(results),
+        **{n: getattr(workload, n) for n in ("name", "family", "kind", "layout", "tokens", "what")},
+    }  # fmt: skip
+    return Row(**{**fields, **changes})
 
 
 @dataclass(frozen=True)

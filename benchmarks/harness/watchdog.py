@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .messages import Begin, Done, Machine, Options, RowFacts, RowFailed
-from .records import DIED, FAILED, MISSING, OK, TIME_LIMIT, Result, Row
+from .records import DIED, FAILED, MISSING, OK, TIME_LIMIT, Result, Row, row_of
 from .worker import main as worker_main
 from .workload import Work
 
@@ -76,7 +76,7 @@ class Harness:
         for name, count in self._strikes.items():
             if count >= STRIKES:
                 results[name] = Result(name, FAILED, f"not tried: ended the worker {count} times")
-        facts = RowFacts(0.0, 0.0, 1)
+        facts = RowFacts(Work(0.0, 0.0), 1)
         while wanted := [name for name in self.machine.labels if name not in results]:
             try:
                 facts, spoiled = self._attempt(workload, wanted, results)
@@ -89,14 +89,16 @@ class Harness:
             if spoiled:
                 self._stop()
                 self._start()
-        return self._assemble(workload, facts, results)
+        ordered = [results[name] for name in sorted(results, key=self._order)]
+        ceilings, input_sets = self.machine.ceilings, facts.input_sets
+        return row_of(workload, facts.work, ceilings, ordered, input_sets=input_sets)
 
     def _attempt(
         self, workload: Any, wanted: list[str], results: dict[str, Result]
     ) -> tuple[RowFacts, bool]:
         """Fills `results`; says what the row is, and whether the worker is of no more use."""
         assert self._connection is not None, "a harness has a worker until it is left"
-        facts, begin = RowFacts(0.0, 0.0, 1), Begin("", "inputs")
+        facts, begin = RowFacts(Work(0.0, 0.0), 1), Begin("", "inputs")
         with suppress(OSError):  # a worker that is gone shows when listened to
             self._connection.send((workload, wanted, self._options))
         while True:
@@ -116,23 +118,6 @@ class Harness:
                     for name in wanted:
                         results.setdefault(name, Result(name, FAILED, "no result"))
                 return facts, message.spoiled
-
-    def _assemble(self, workload: Any, facts: RowFacts, results: dict[str, Result]) -> Row:
-        floor = Work(facts.flops, facts.bytes).floor_seconds(self.machine.ceilings)
-        return Row(
-            name=workload.name,
-            family=workload.family,
-            kind=workload.kind,
-            heads=workload.heads_label.replace("x", "/"),
-            layout=workload.layout,
-            tokens=workload.tokens,
-            what=workload.what,
-            flops=facts.flops,
-            bytes=facts.bytes,
-            floor_ms=1e3 * floor,
-            input_sets=facts.input_sets,
-            results=tuple(results[name] for name in sorted(results, key=self._order)),
-        )
 
     def _order(self, name: str) -> int:
         known = list(self.machine.labels)

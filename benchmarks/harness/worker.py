@@ -129,7 +129,7 @@ class Worker:
     def _row(self, workload: Any, wanted: list[str], options: Options) -> None:
         self._send(Begin("", "inputs"))
         problem = problem_of(workload, self._device, options.input_sets)
-        self._send(RowFacts(problem.work.flops, problem.work.bytes, len(problem.inputs)))
+        self._send(RowFacts(problem.work, len(problem.inputs)))
         truth = None
         if not options.compile_only:
             self._send(Begin("", "truth"))

@@ -25,8 +25,8 @@ class OursServing(Ours):
 
     def pool_prefill(self, workload: PoolPrefill, inputs: PrefillInputs) -> Call:
         q, k, v, g, beta, *_ = inputs.rule
-        slots, kept = slots_of(workload, v.device), checkpoints_of(workload, inputs)
-        pool, out, ends = paged(inputs, slots), torch.empty_like(v), slots.ends.long()
+        slots = slots_of(workload, v.device)
+        pool, kept = paged(inputs, slots), checkpoints_of(workload, inputs)
         options: dict[str, Any] = {
             "cu_seqlens": inputs.cu_seqlens, "cu_seqlens_cpu": on_host(workload),
         }  # fmt: skip
@@ -36,6 +36,7 @@ class OursServing(Ours):
                 "checkpoints": kept, "checkpoint_every": workload.every,
                 "checkpoint_starts": counts * workload.kept,
             }  # fmt: skip
+        out, ends = torch.empty_like(v), slots.ends.long()
 
         def run() -> Tensor:
             return qla_kernels.prefill_gated_delta_rule(

@@ -1,9 +1,15 @@
 """Every rival's adapter, run against a stand-in that undoes the library's conventions."""
 
+import ast
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+
 import pytest
 import torch
 
 from benchmarks.attention import rivals as attention_rivals
+from benchmarks.families import SETS
 from benchmarks.gdn import ours as ours_gdn
 from benchmarks.gdn import rivals as gdn_rivals
 from benchmarks.gdn.ours import Ours
@@ -11,6 +17,7 @@ from benchmarks.gdn.problem import gdn_inputs, gdn_truth
 from benchmarks.gdn.rivals import FLA, Definition, FlashInfer, FlashQLA
 from benchmarks.gdn.workloads import Gdn
 from benchmarks.harness.adapters import INSTALLING, implementations
+from benchmarks.harness.records import ROOT
 from benchmarks.serving import engine_functions
 from benchmarks.serving.rivals import VLLM
 from qla_kernels.gdn import cpu, ops
@@ -213,6 +220,37 @@ def test_without_a_gpu_it_is_said_whether_a_library_is_installed(monkeypatch, tm
     for reason, said in ((None, "installed; "), ("no sources", "not installed, and ")):
         monkeypatch.setattr(engine_functions, "missing", lambda name, reason=reason: reason)
         assert str(engine.missing()).startswith(f"{said}needs a CUDA device")
+
+
+RIVALS = "fla", "flash_qla", "flashinfer", "flash_attn", "causal_conv1d", "vllm", "sglang", "trl"
+
+
+def test_adapters_import_no_rival():
+    """A library that is missing, or broken, is one row's matter."""
+    imports = "; ".join(f"implementations({family!r})" for family in SETS)
+    program = f"import sys; from benchmarks.harness.adapters import implementations; {imports}; "
+    program += f"print({{*{RIVALS}}} & {{*sys.modules}})"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_no_file_of_the_benchmarks_imports_itself_by_way_of_others():
+    """Imports inside functions count, too."""
+    files = {path: ast.parse(path.read_text()) for path in (ROOT / "benchmarks").rglob("*.py")}
+    imports = {path: {*_imported(path, tree)} & {*files} for path, tree in files.items()}
+    assert len(imports[ROOT / "benchmarks" / "sm90.py"]) > 5
+    TopologicalSorter(imports).prepare()  # raises CycleError
+
+
+def _imported(path, tree):
+    """Files that a file may import: a module, or a package that the name is of."""
+    for node in (x for x in ast.walk(tree) if isinstance(x, ast.ImportFrom)):
+        folder = path.parents[node.level - 1] if node.level else ROOT
+        of = folder.joinpath(*(node.module or "").split("."))
+        for name in node.names:
+            yield from (of / f"{name.name}.py", of / name.name / "__init__.py")
+        yield of.with_suffix(".py")
 
 
 def test_a_library_that_fails_on_import_is_missing_with_its_reason(monkeypatch):

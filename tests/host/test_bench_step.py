@@ -41,6 +41,12 @@ def test_input_sets_differ_in_all_but_the_weights():
     assert verdict.judge(call.collect(call.run()), torch.float32).complaint is None
 
 
+def test_states_lie_as_in_a_pool():
+    """Those of all sequences lay side by side, row by row, and ours alone had them so."""
+    for workload in (SMALL, DecodeStep((2, 8), 64, 16)):
+        assert step_inputs(workload, CPU, torch.bfloat16).states.is_contiguous()
+
+
 class _OtherSlots(OursStep):
     def step(self, rows, rule, convolution, z, weight):
         return super().step(rows.roll(1, 0), rule, convolution, z, weight)
