@@ -38,7 +38,7 @@ class InLayers(Implementation):
         return super().missing() or _no_functions()
 
     def inapplicable(self, workload: ModelStep) -> str | None:
-        if workload.kind == "fla_layer" and importlib.util.find_spec("fla.layers") is None:
+        if workload.kind == "fla_layer" and not _found("fla", "fla.layers"):
             return "flash-linear-attention, which has FLA's layers, is not installed"
         return super().inapplicable(workload)
 
@@ -153,6 +153,11 @@ def switched(value: str) -> Iterator[None]:
         yield
     finally:
         del os.environ[SWITCH]
+
+
+def _found(*modules: str) -> bool:
+    """A package, and a module of it, which cannot be asked for without the package."""
+    return all(importlib.util.find_spec(name) is not None for name in modules)
 
 
 def _no_functions() -> str | None:

@@ -143,10 +143,21 @@ def test_the_layer_of_fla_is_left_out_without_a_gpu():
 
 
 def test_fla_s_layer_without_fla(monkeypatch):
-    monkeypatch.setattr(rivals.importlib.util, "find_spec", lambda name: None)
-    said = rivals.Ours().inapplicable(MODEL["fla"][0])
-    assert said == "flash-linear-attention, which has FLA's layers, is not installed"
+    """It raised ModuleNotFoundError without `fla`; fla-core has it, and no layers."""
+    said = "flash-linear-attention, which has FLA's layers, is not installed"
+    for modules in ((), ("fla",)):
+        without = functools.partial(_find_spec, modules)
+        monkeypatch.setattr(rivals.importlib.util, "find_spec", without)
+        assert rivals.Ours().inapplicable(MODEL["fla"][0]) == said
     assert rivals.Ours().inapplicable(STEPS[0]) is None
+
+
+def _find_spec(installed, name):
+    """As importlib's, which imports a module's package."""
+    package, _, _ = name.rpartition(".")
+    if package and package not in installed:
+        raise ModuleNotFoundError(f"No module named {package!r}")
+    return object() if name in installed else None
 
 
 def test_an_older_transformers_is_named(monkeypatch):
