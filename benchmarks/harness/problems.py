@@ -78,9 +78,10 @@ def others(first: Any, common: str, make: Callable[..., Any], count: int) -> lis
 
 
 def num_bytes(inputs: Any) -> int:
-    """Of the tensors in a tuple, and in tuples inside."""
+    """Of the tensors in a tuple, and in tuples and dicts inside."""
     if isinstance(inputs, Tensor):
         return inputs.numel() * inputs.element_size()
+    inputs = tuple(inputs.values()) if isinstance(inputs, dict) else inputs
     return sum(map(num_bytes, inputs)) if isinstance(inputs, tuple) else 0
 
 

@@ -9,6 +9,7 @@ is the same in fp32; that of hybrid blocks is whole sequences in a packed batch,
 and in the same dtype: what they compute is proven elsewhere, and here two sides have to agree.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -36,36 +37,7 @@ Layered = HybridPart | DecoderLayer
 Turns = tuple[Tensor, Tensor]
 
 
-class Linear(NamedTuple):
-    norm: Tensor  # [hidden]
-    in_qkv: Tensor  # [2 H K + HV V, hidden]
-    in_z: Tensor  # [HV V, hidden]
-    in_ba: Tensor  # [2 HV, hidden]
-    conv: Tensor  # [2 H K + HV V, W]
-    A_log: Tensor  # [HV] fp32
-    dt_bias: Tensor  # [HV]
-    out_norm: Tensor  # [V]
-    out: Tensor  # [hidden, HV V]
-
-
-class Full(NamedTuple):
-    norm: Tensor  # [hidden]
-    q_proj: Tensor  # [H D, hidden], or [2 H D, hidden]: of each head the query, then the gate
-    k_proj: Tensor  # [Hk D, hidden]
-    v_proj: Tensor  # [Hk D, hidden]
-    q_norm: Tensor  # [D]
-    k_norm: Tensor  # [D]
-    o_proj: Tensor  # [hidden, H D]
-
-
-class Mlp(NamedTuple):
-    norm: Tensor  # [hidden]
-    gate_proj: Tensor  # [intermediate, hidden]
-    up_proj: Tensor  # [intermediate, hidden]
-    down_proj: Tensor  # [hidden, intermediate]
-
-
-Weights = Linear | Full | Mlp
+Weights = dict[str, Tensor]  # by name, of one half of a layer
 
 
 class LayerInputs(NamedTuple):
@@ -83,36 +55,46 @@ def layer_inputs(
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device)
 
-    def product(rows: int, columns: int) -> Tensor:
-        return torch.mul(normal(rows, columns), columns**-0.5).to(dtype)
-
-    def norm(size: int) -> Tensor:
-        return (1 + 0.1 * normal(size)).to(dtype)
+    def weight(name: str, shape: tuple[int, ...]) -> Tensor:
+        if len(shape) == 2:
+            return torch.mul(normal(*shape), shape[1] ** -0.5).to(dtype)
+        return (normal(*shape) if name == "dt_bias" else 1 + 0.1 * normal(*shape)).to(dtype)
 
     def weights(half: str) -> Weights:
-        if half == "linear":
+        known = {}
+        if half == "linear":  # memories of a few and of hundreds of tokens
             assert isinstance(workload, HybridPart), "a decoder layer has attention"
-            HV, (keys, _, values) = workload.linear_heads[1], workload.linear_columns
-            columns, decay = 2 * keys + values, torch.rand(HV, generator=generator, device=device)
-            return Linear(
-                norm(hidden), product(columns, hidden), product(values, hidden),
-                product(2 * HV, hidden), product(columns, workload.width),
-                (1 + 15 * decay).log() - 3,  # memories of a few and of hundreds of tokens
-                normal(HV).to(dtype), norm(workload.linear_dim), product(hidden, values),
-            )  # fmt: skip
-        if half == "full":
-            (few, many), d = workload.heads, workload.head_dim
-            return Full(
-                norm(hidden), product((1 + workload.gated) * many * d, hidden),
-                product(few * d, hidden), product(few * d, hidden), norm(d), norm(d),
-                product(hidden, many * d),
-            )  # fmt: skip
-        wide = workload.intermediate
-        gate, up = product(wide, hidden), product(wide, hidden)
-        return Mlp(norm(hidden), gate, up, product(hidden, wide))
+            decay = torch.rand(workload.linear_heads[1], generator=generator, device=device)
+            known["A_log"] = (1 + 15 * decay).log() - 3
+        shapes = shapes_of(workload, half)
+        return {n: known[n] if n in known else weight(n, shape) for n, shape in shapes.items()}
 
     x, dy = (normal(workload.tokens, hidden).to(dtype) for _ in range(2))
     return LayerInputs(x, dy, tuple(map(weights, workload.halves)))
+
+
+def shapes_of(workload: Any, half: str) -> dict[str, tuple[int, ...]]:
+    """Of the weights of a half, in the order in which they are drawn."""
+    hidden, wide = workload.hidden, workload.intermediate
+    if half == "linear":
+        HV, (keys, _, values) = workload.linear_heads[1], workload.linear_columns
+        columns = 2 * keys + values
+        return {
+            "norm": (hidden,), "in_qkv": (columns, hidden), "in_z": (values, hidden),
+            "in_ba": (2 * HV, hidden), "conv": (columns, workload.width), "A_log": (HV,),
+            "dt_bias": (HV,), "out_norm": (workload.linear_dim,), "out": (hidden, values),
+        }  # fmt: skip
+    if half == "full":
+        d, (few, many) = workload.head_dim, (workload.head_dim * n for n in workload.heads)
+        queries = (1 + workload.gated) * many  # of each head the query, then the gate
+        return {
+            "norm": (hidden,), "q_proj": (queries, hidden), "k_proj": (few, hidden),
+            "v_proj": (few, hidden), "q_norm": (d,), "k_norm": (d,), "o_proj": (hidden, many),
+        }  # fmt: skip
+    return {
+        "gate_proj": (wide, hidden), "up_proj": (wide, hidden), "norm": (hidden,),
+        "down_proj": (hidden, wide),
+    }  # fmt: skip
 
 
 def layer_work(workload: Layered, element_size: int) -> Work:
@@ -120,22 +102,18 @@ def layer_work(workload: Layered, element_size: int) -> Work:
 
     Bytes are x, dy, y and dx, and weights and their gradients: intermediate tensors do not count.
     """
-    few, many = (workload.head_dim * n for n in workload.heads)
-    hidden, flops = workload.hidden, 0.0
-    of_half = {
-        "full": hidden * ((2 + workload.gated) * many + 2 * few),
-        "mlp": 3 * hidden * workload.intermediate,
-    }
+    T, flops, parameters = workload.tokens, 0.0, 0
+    for half in workload.halves:
+        shapes = shapes_of(workload, half)
+        parameters += sum(math.prod(x) for n, x in shapes.items() if len(x) == 2 and n != "conv")
     if isinstance(workload, HybridPart):
-        keys, _, values = workload.linear_columns
-        of_half["linear"] = hidden * (2 * keys + 3 * values + 2 * workload.linear_heads[1])
         lengths = tuple(n for prompt, responses in workload.groups for n in (prompt, *responses))
         rule = Gdn(workload.linear_heads, lengths, "both", head_dim=workload.linear_dim)
         flops += workload.halves.count("linear") * gdn_work(rule, element_size).flops
-    parameters = sum(of_half[half] for half in workload.halves)
-    flops += 6.0 * parameters * workload.tokens
-    flops += workload.halves.count("full") * 7 * 2.0 * workload.pairs * many
-    return Work(flops, (4 * workload.tokens * hidden + 2 * parameters) * element_size)
+    flops += 6.0 * parameters * T
+    columns = workload.heads[1] * workload.head_dim
+    flops += workload.halves.count("full") * 7 * 2.0 * workload.pairs * columns
+    return Work(flops, (4 * T * workload.hidden + 2 * parameters) * element_size)
 
 
 def rotations(workload: Layered, position: Tensor, dtype: torch.dtype) -> Turns:
@@ -150,34 +128,35 @@ def layers(
     x: Tensor, weights: Sequence[Weights], workload: Layered, turns: Turns, mixing: Mixing
 ) -> Tensor:
     """[T, hidden] of [T, hidden]."""
-    for w in weights:
-        h = rms_norm(x, w.norm.shape, w.norm, EPSILON)
-        if isinstance(w, Linear):
+    for half, w in zip(workload.halves, weights, strict=True):
+        h = rms_norm(x, w["norm"].shape, w["norm"], EPSILON)
+        if half == "linear":
             x = x + _linear(h, w, workload, mixing)
-        elif isinstance(w, Full):
+        elif half == "full":
             x = x + _full(h, w, workload, turns, mixing)
         else:
-            x = x + linear(silu(linear(h, w.gate_proj)) * linear(h, w.up_proj), w.down_proj)
+            wide = silu(linear(h, w["gate_proj"])) * linear(h, w["up_proj"])
+            x = x + linear(wide, w["down_proj"])
     return x
 
 
-def _linear(h: Tensor, w: Linear, workload: Any, mixing: Mixing) -> Tensor:
-    qkv = mixing.convolve(linear(h, w.in_qkv), w.conv)
+def _linear(h: Tensor, w: Weights, workload: Any, mixing: Mixing) -> Tensor:
+    qkv = mixing.convolve(linear(h, w["in_qkv"]), w["conv"])
     columns = torch.split(qkv, list(workload.linear_columns), -1)
     q, k, v = (torch.unflatten(x, -1, (-1, workload.linear_dim)) for x in columns)
-    b, a = linear(h, w.in_ba).chunk(2, -1)
+    b, a = linear(h, w["in_ba"]).chunk(2, -1)
     wide = torch.promote_types(a.dtype, torch.float32)
-    g = -w.A_log.to(wide).exp() * softplus(a.to(wide) + w.dt_bias)
+    g = -w["A_log"].to(wide).exp() * softplus(a.to(wide) + w["dt_bias"])
     o = mixing.delta(q, k, v, g, b.sigmoid())
-    o = rms_norm(o, w.out_norm.shape, w.out_norm, EPSILON).flatten(1)
-    return linear(o * silu(linear(h, w.in_z)), w.out)
+    o = rms_norm(o, w["out_norm"].shape, w["out_norm"], EPSILON).flatten(1)
+    return linear(o * silu(linear(h, w["in_z"])), w["out"])
 
 
-def _full(h: Tensor, w: Full, workload: Layered, turns: Turns, mixing: Mixing) -> Tensor:
-    d, turning = len(w.q_norm), turns[0].shape[-1]
+def _full(h: Tensor, w: Weights, workload: Layered, turns: Turns, mixing: Mixing) -> Tensor:
+    d, turning = len(w["q_norm"]), turns[0].shape[-1]
 
-    def heads(projection: Tensor, size: int = d) -> Tensor:
-        return torch.unflatten(linear(h, projection), -1, (-1, size))
+    def heads(name: str, size: int = d) -> Tensor:
+        return torch.unflatten(linear(h, w[f"{name}_proj"]), -1, (-1, size))
 
     def turned(z: Tensor, norm: Tensor) -> Tensor:
         z = rms_norm(z, norm.shape, norm, EPSILON)
@@ -185,9 +164,9 @@ def _full(h: Tensor, w: Full, workload: Layered, turns: Turns, mixing: Mixing) -
         a, b = part.chunk(2, -1)
         return torch.cat((part * turns[0] + torch.cat((-b, a), -1) * turns[1], rest), -1)
 
-    q, *gate = torch.split(heads(w.q_proj, (1 + workload.gated) * d), d, -1)
-    o = mixing.attend(turned(q, w.q_norm), turned(heads(w.k_proj), w.k_norm), heads(w.v_proj))
-    return linear((o * gate[0].sigmoid() if gate else o).flatten(1), w.o_proj)
+    q, *gate = torch.split(heads("q", (1 + workload.gated) * d), d, -1)
+    o = mixing.attend(turned(q, w["q_norm"]), turned(heads("k"), w["k_norm"]), heads("v"))
+    return linear((o * gate[0].sigmoid() if gate else o).flatten(1), w["o_proj"])
 
 
 # --- a step
@@ -202,8 +181,8 @@ def step_of(
     """
     edges = torch.tensor([0, *map(len, positions)]).cumsum(0).tolist()
     turns = [rotations(workload, p, inputs.x.dtype) for p in positions]
-    weights = [type(w)(*(x.detach().requires_grad_() for x in w)) for w in inputs.weights]
-    parameters = [x for w in weights for x in w]
+    weights = [{n: x.detach().requires_grad_() for n, x in w.items()} for w in inputs.weights]
+    parameters = [x for w in weights for x in w.values()]
 
     def one(part: slice, angles: Turns, mixing: Mixing) -> tuple[Tensor, ...]:
         x = inputs.x[part].detach().requires_grad_()
@@ -226,7 +205,7 @@ def step_of(
         names = [
             f"{'dg' if name in ('A_log', 'dt_bias') else 'dw'}.{i}.{half}.{name}"
             for i, (half, w) in enumerate(zip(workload.halves, weights, strict=True))
-            for name in w._fields
+            for name in w
         ]
         grads = zip(names, raw[-1][2:], strict=True)
         named = {name: x.reshape(1, 1, 1, -1) for name, x in grads}
@@ -295,7 +274,7 @@ def layer_truth(workload: Layered, inputs: LayerInputs) -> Truth:
         slack = (2 * len(workload.halves)) ** 0.5
     else:
         dtype = torch.float32 if on_gpu else torch.float64
-        wide = tuple(type(w)(*(x.to(dtype) for x in w)) for w in inputs.weights)
+        wide = tuple({n: x.to(dtype) for n, x in w.items()} for w in inputs.weights)
         exact = LayerInputs(inputs.x.to(dtype), inputs.dy.to(dtype), wide)
         call = whole(workload, exact, lambda _: Alone(), 1)
     return Truth(call.collect(call.run()), (0,), 1, slack=slack)

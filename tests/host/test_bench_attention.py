@@ -229,7 +229,7 @@ def test_the_layer_is_qwen3_8b_and_its_work_is_counted():
     assert work.flops == 6 * parameters * 61440 + 7 * 2 * layer.pairs * 128 * 32
     problem = problem_of(SMALL, CPU)
     assert problem.work == layer_work(SMALL, 4)
-    sets = [problem_of(SMALL, CPU).inputs[0].weights[0].q_proj for _ in range(2)]
+    sets = [problem_of(SMALL, CPU).inputs[0].weights[0]["q_proj"] for _ in range(2)]
     assert torch.equal(*sets)
 
 
