@@ -48,7 +48,6 @@ from . import chart, tables
 from .families import DEFAULT, QUICK, SETS
 from .gdn.workloads import Gdn
 from .harness import records
-from .harness.adapters import implementations, names_for
 from .harness.messages import Machine, Options
 from .harness.own_shapes import DIRECTIONS, add_options, asked, joined, names, own_shapes, remark
 from .harness.progress import Progress
@@ -57,6 +56,7 @@ from .harness.warm import compile_all
 from .harness.watchdog import LIMITS, Harness
 from .harness.without_gpu import WHOLE, for_cpu
 from .harness.workload import words
+from .rivals import implementations, names_for
 
 SETS_HELP = "; ".join(f"{family}: {', '.join(sets)}" for family, sets in SETS.items())
 

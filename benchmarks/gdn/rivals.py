@@ -175,9 +175,7 @@ class Definition(Implementation):
 
 
 def known(family: str) -> list[Implementation]:
-    rivals: list[Implementation] = [FlashQLA(), FlashInfer(), FLA()]
-    first, *serving = importlib.import_module("benchmarks.serving.rivals").known()
-    if torch.cuda.is_available():
-        return [first, *ours()[1:], *rivals, *serving]
+    """All but `ours`, which is serving's, too."""
     # on a GPU the loop is 100,000 launches a row
-    return [first, Definition(), *rivals, *serving]
+    more = ours()[1:] if torch.cuda.is_available() else [Definition()]
+    return [*more, FlashQLA(), FlashInfer(), FLA()]

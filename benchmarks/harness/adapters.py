@@ -1,4 +1,4 @@
-"""What an implementation is to the harness, and which there are for each family.
+"""What an implementation is to the harness.
 
 An adapter prepares a call once, outside the timed region: it converts inputs to the library's
 conventions there, and `collect` converts results back. What is timed is the library's own work on
@@ -9,7 +9,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -106,30 +106,3 @@ def describe(error: BaseException) -> str:
     """One line of an exception, for a table's footnote."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
-
-
-def names_for(family: str, workloads: Sequence[Any]) -> list[str]:
-    """Who is timed on these workloads where nobody is named: engines are, on pools of states."""
-    everyone = [i.name for i in implementations(family)]
-    served = [workload.served for workload in workloads]
-    if not any(served):
-        return everyone
-    kinds = {workload.kind for workload in workloads if workload.served}
-    known = importlib.import_module("benchmarks.serving.rivals").known()
-    serving = [i.name for i in known if kinds & {*i.serves}]
-    return [*dict.fromkeys([*([] if all(served) else everyone), *serving])]
-
-
-def implementations(family: str, names: Sequence[str] = ()) -> list[Implementation]:
-    """The family's implementations, or those of the given names; an unknown name is an error."""
-    folder = family if family in ("gdn", "conv", "hybrid", "model") else "attention"
-    rivals = importlib.import_module(f"benchmarks.{folder}.rivals")
-    known: list[Implementation] = rivals.known(family)
-    by_name = {implementation.name: implementation for implementation in known}
-    unknown = [name for name in names if name not in by_name]
-    if unknown:
-        need = f"need some of {', '.join(by_name)}"
-        if family == "gdn" and not torch.cuda.is_available():
-            need += "; on a machine with a GPU also of ours_whole and other variants of ours"
-        raise ValueError(f"--impl {','.join(unknown)} of {family}; {need}")
-    return [by_name[name] for name in names or by_name if names or not by_name[name].on_request]

@@ -15,7 +15,6 @@ from benchmarks import revisions, sm90
 from benchmarks.attention.workloads import DUALKV
 from benchmarks.gdn.workloads import GDN, Gdn
 from benchmarks.harness import records
-from benchmarks.harness.adapters import implementations
 from benchmarks.harness.messages import Machine, Options
 from benchmarks.harness.own_shapes import remark
 from benchmarks.harness.problems import work_of
@@ -36,6 +35,7 @@ from benchmarks.harness.watchdog import LIMITS, Harness
 from benchmarks.harness.without_gpu import for_cpu
 from benchmarks.harness.worker import Worker
 from benchmarks.harness.workload import Ceilings
+from benchmarks.rivals import implementations
 from tests.host.bench_fakes import EVERYONE
 from tests.limits import HANG
 

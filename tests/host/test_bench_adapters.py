@@ -8,16 +8,15 @@ from graphlib import TopologicalSorter
 import pytest
 import torch
 
-from benchmarks.attention import rivals as attention_rivals
 from benchmarks.families import SETS
 from benchmarks.gdn import ours as ours_gdn
-from benchmarks.gdn import rivals as gdn_rivals
 from benchmarks.gdn.ours import Ours
 from benchmarks.gdn.problem import gdn_inputs, gdn_truth
 from benchmarks.gdn.rivals import FLA, Definition, FlashInfer, FlashQLA
 from benchmarks.gdn.workloads import Gdn
-from benchmarks.harness.adapters import INSTALLING, implementations
+from benchmarks.harness.adapters import INSTALLING
 from benchmarks.harness.records import ROOT
+from benchmarks.rivals import implementations, known
 from benchmarks.serving import engine_functions
 from benchmarks.serving.rivals import VLLM
 from qla_kernels.gdn import cpu, ops
@@ -228,7 +227,7 @@ RIVALS = "fla", "flash_qla", "flashinfer", "flash_attn", "causal_conv1d", "vllm"
 def test_adapters_import_no_rival():
     """A library that is missing, or broken, is one row's matter."""
     imports = "; ".join(f"implementations({family!r})" for family in SETS)
-    program = f"import sys; from benchmarks.harness.adapters import implementations; {imports}; "
+    program = f"import sys; from benchmarks.rivals import implementations; {imports}; "
     program += f"print({{*{RIVALS}}} & {{*sys.modules}})"
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -270,7 +269,7 @@ def test_unknown_implementations_are_refused():
     with pytest.raises(ValueError, match="--impl fastest of gdn; need some of ours, "):
         implementations("gdn", ["ours", "fastest"])
     assert [i.name for i in implementations("gdn", ["fla", "ours"])] == ["fla", "ours"]
-    assert {i.name for i in gdn_rivals.known("gdn")} >= {"ours", "fla"}
-    assert {i.name for i in attention_rivals.known("sparse_ring")} == {
+    assert {i.name for i in known("gdn")} >= {"ours", "fla"}
+    assert {i.name for i in known("sparse_ring")} == {
         "ours", "fa4", "cudnn", "flex",
     }  # fmt: skip

@@ -9,13 +9,13 @@ from benchmarks import sm90
 from benchmarks.gdn.ours import OursPool, OursTraining
 from benchmarks.gdn.rivals import FLA, Definition, FlashQLA
 from benchmarks.gdn.workloads import GDN
-from benchmarks.harness.adapters import implementations, names_for
 from benchmarks.harness.messages import Options
 from benchmarks.harness.problems import PARTS, problem_of, work_of
 from benchmarks.harness.records import OK, Result
 from benchmarks.harness.truth import relative_l2
 from benchmarks.harness.worker import Worker
 from benchmarks.hybrid.step import APART
+from benchmarks.rivals import implementations, names_for
 from benchmarks.serving import rivals
 from benchmarks.serving.ours import OursOneToken, OursServing, OursTwo
 from benchmarks.serving.problem import batch_of
