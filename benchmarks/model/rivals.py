@@ -1,9 +1,12 @@
-"""Who computes the gated delta rule and the convolution of layers: ours, FLA, or PyTorch.
+"""Who computes what is between the projections of layers: ours, FLA, or PyTorch.
 
-All call the same module, whose functions are exchanged before each step: `swap` and `register` do
-that once, here it takes a few microseconds of each step.
+Functions of the layers' Python module are exchanged before each step: `swap` and `register` do
+that once, here it takes a few microseconds of each step. The rest of the layers is PyTorch's, or
+Liger's, or of torch.compile, which compiles each layer. Who changes layers has a copy of them.
 """
 
+import copy
+import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -13,12 +16,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
-from torch import nn
-
-from ..harness.adapters import Call, Implementation
+from ..harness.adapters import INSTALLING, Call, Implementation
 from .problem import (
     CONVOLUTION,
     RULE,
+    Layers,
     ModelInputs,
     definitions,
     exchanged,
@@ -26,21 +28,46 @@ from .problem import (
     plain,
     step_of,
 )
-from .workloads import ModelStep
+from .workloads import QWEN, ModelStep
 
 SWITCH = "FLA_QLA_KERNELS"
+LIGER = {QWEN: "apply_liger_kernel_to_qwen3_5"}  # functions of liger_kernel.transformers
 
 
 class InLayers(Implementation):
     needs_cuda = False
+    fuses = ""  # "liger" or "compile": who fuses the rest of the layers
 
     def missing(self) -> str | None:
+        if self.fuses == "liger" and not _found("liger_kernel"):
+            return f"liger_kernel is not installed; {INSTALLING}"
         return super().missing() or _no_functions()
 
     def inapplicable(self, workload: ModelStep) -> str | None:
-        if workload.kind == "fla_layer" and not _found("fla", "fla.layers"):
-            return "flash-linear-attention, which has FLA's layers, is not installed"
+        if workload.kind == "fla_layer":
+            if self.fuses:
+                return "FLA's layer alone has nothing else to fuse"
+            if not _found("fla", "fla.layers"):
+                return "flash-linear-attention, which has FLA's layers, is not installed"
+        if self.fuses == "liger" and workload.model not in LIGER:
+            return f"Liger has no kernels for {workload.model}"
         return super().inapplicable(workload)
+
+    def layers(self, workload: ModelStep, inputs: ModelInputs) -> Layers:
+        """Returns the layers, or a copy of them whose other parts Liger or torch.compile fuses."""
+        if not self.fuses:
+            return inputs.layers
+        layers = _copied(inputs.layers)
+        if self.fuses == "compile":
+            for layer in layers.module.layers:  # type: ignore[union-attr]
+                layer.compile()
+            return layers
+        liger = importlib.import_module("liger_kernel.transformers")
+        home, before = layers.home, dict(vars(layers.home))
+        getattr(liger, LIGER[workload.model])(fused_linear_cross_entropy=False, model=layers.module)
+        for name, value in before.items():  # it replaces classes of the Python module, too
+            setattr(home, name, value)
+        return layers
 
 
 class Ours(InLayers):
@@ -51,7 +78,19 @@ class Ours(InLayers):
     def prepare(self, workload: ModelStep, inputs: ModelInputs) -> Call:
         if workload.kind == "fla_layer":
             return _in_fla(inputs)
-        return step_of(inputs, partial(swapped, inputs.layers.module))
+        layers = self.layers(workload, inputs)
+        if layers is inputs.layers:
+            layers = _copied(layers)
+        ours = _swapped(layers)
+        return step_of(inputs._replace(layers=layers), partial(exchanged, layers.home, ours))
+
+
+class OursLiger(Ours):
+    name, label, fuses, on_request = "ours_liger", "ours, Liger", "liger", True
+
+
+class OursCompiled(Ours):
+    name, label, fuses, on_request = "ours_compile", "ours, torch.compile", "compile", True
 
 
 class OursRule(Ours):
@@ -61,12 +100,10 @@ class OursRule(Ours):
     lacks: ClassVar = {"fla_layer": "FLA's layer keeps its convolution"}
 
     def prepare(self, workload: ModelStep, inputs: ModelInputs) -> Call:
-        layers = inputs.layers
-        theirs = functions_of(layers.home)
-        with swapped(layers.module):
-            ours = functions_of(layers.home)
-        ours[CONVOLUTION] = plain(theirs[CONVOLUTION])
-        return step_of(inputs, partial(exchanged, layers.home, ours))
+        home = inputs.layers.home
+        convolution = plain(getattr(home, CONVOLUTION))
+        functions = _swapped(_copied(inputs.layers)) | {CONVOLUTION: convolution}
+        return step_of(inputs, partial(exchanged, home, functions))
 
 
 class WithFLA(InLayers):
@@ -80,10 +117,10 @@ class WithFLA(InLayers):
     theirs: ClassVar = {RULE: "fla."}  # functions that have to be other libraries'
 
     def prepare(self, workload: ModelStep, inputs: ModelInputs) -> Call:
-        layers = inputs.layers
         os.environ["FLA_FLASH_QLA"] = "0"  # FLA's own kernels
         if workload.kind == "fla_layer":
             return step_of(inputs, partial(switched, "0"))
+        layers = self.layers(workload, inputs)
         functions = functions_of(layers.home)
         if CONVOLUTION not in self.theirs:
             functions[CONVOLUTION] = plain(functions[CONVOLUTION])
@@ -91,7 +128,7 @@ class WithFLA(InLayers):
             found = inspect.getclosurevars(functions[name]).nonlocals["implementation"].__module__
             if not found.startswith(module):
                 raise RuntimeError(f"transformers runs {found}; need one of {module}")
-        return step_of(inputs, partial(exchanged, layers.home, functions))
+        return step_of(inputs._replace(layers=layers), partial(exchanged, layers.home, functions))
 
 
 class WithFLAConv(WithFLA):
@@ -106,6 +143,16 @@ class WithFLAConv(WithFLA):
         return super().missing() or WithFLA().missing()
 
 
+class WithFLAConvLiger(WithFLAConv):
+    name, label, fuses = "fla_conv_liger", "FLA, causal-conv1d, Liger", "liger"
+    on_request = True
+
+
+class WithFLAConvCompiled(WithFLAConv):
+    name, label, fuses = "fla_conv_compile", "FLA, causal-conv1d, torch.compile", "compile"
+    on_request = True
+
+
 class WithPyTorch(InLayers):
     """What transformers runs where neither FLA nor causal-conv1d is installed."""
 
@@ -115,6 +162,20 @@ class WithPyTorch(InLayers):
     def prepare(self, workload: ModelStep, inputs: ModelInputs) -> Call:
         layers = inputs.layers
         return step_of(inputs, partial(exchanged, layers.home, definitions(layers)))
+
+
+def _copied(layers: Layers) -> Layers:
+    return dataclasses.replace(layers, module=copy.deepcopy(layers.module))
+
+
+def _swapped(layers: Layers) -> dict[str, Any]:
+    """Swaps layers; their Python module keeps its functions, and ours are returned by name."""
+    theirs = functions_of(layers.home)
+    importlib.import_module("qla_kernels.integrations.transformers").swap(layers.module)
+    ours = functions_of(layers.home)
+    for name, function in theirs.items():
+        setattr(layers.home, name, function)
+    return ours
 
 
 def _in_fla(inputs: ModelInputs) -> Call:
@@ -132,17 +193,6 @@ def _in_fla(inputs: ModelInputs) -> Call:
         return raw
 
     return Call(run, call.collect, capture=False)
-
-
-@contextmanager
-def swapped(module: nn.Module) -> Iterator[None]:
-    """The layers of a model of transformers run ours."""
-    swapping = importlib.import_module("qla_kernels.integrations.transformers")
-    swapping.swap(module)
-    try:
-        yield
-    finally:
-        swapping.restore(module)
 
 
 @contextmanager
@@ -171,4 +221,6 @@ def _no_functions() -> str | None:
 
 
 def known(family: str) -> list[Implementation]:
-    return [Ours(), OursRule(), WithFLA(), WithFLAConv(), WithPyTorch()]
+    ours = Ours(), OursLiger(), OursCompiled(), OursRule()
+    fla = WithFLA(), WithFLAConv(), WithFLAConvLiger(), WithFLAConvCompiled()
+    return [*ours, *fla, WithPyTorch()]

@@ -1,6 +1,7 @@
 """Layers of models in training: who computes them agrees, and what is wrong is found."""
 
 import functools
+import sys
 import types
 
 import pytest
@@ -91,6 +92,43 @@ def test_libraries_that_transformers_found_compute(way, monkeypatch):
     found(problem.RULE, "somewhere")
     with pytest.raises(RuntimeError, match="need one of"):
         way.prepare(STEPS[0], inputs)
+
+
+def test_a_layer_that_ours_changed_is_a_copy():
+    """So that others run the layers as the library has them; a compiled one is a copy as well."""
+    inputs = model_inputs(STEPS[0], CPU, torch.float32)
+    swapping = pytest.importorskip("qla_kernels.integrations.transformers")
+    home, before = inputs.layers.home, dict(vars(inputs.layers.home))
+    rivals.Ours().prepare(STEPS[0], inputs)
+    compiled = rivals.OursCompiled().layers(STEPS[0], inputs)
+    assert not swapping.whole(inputs.layers.module)
+    assert dict(vars(home)) == before
+    assert all(layer._compiled_call_impl for layer in compiled.module.layers)
+    assert not any(layer._compiled_call_impl for layer in inputs.layers.module.layers)
+    changed = rivals._copied(inputs.layers)
+    rivals._swapped(changed)
+    assert sum(swapping.whole(changed.module).values()) == 3
+
+
+def test_liger_fuses_a_copy_and_leaves_the_library_alone(monkeypatch):
+    """By a stand-in, which replaces a class of the Python module as Liger does."""
+    inputs = model_inputs(STEPS[0], CPU, torch.float32)
+    home, seen = inputs.layers.home, []
+
+    def apply(fused_linear_cross_entropy, model):
+        seen.append(model)
+        home.Qwen3_5MLP = home.Qwen3_5RMSNorm = object
+
+    liger = types.ModuleType("liger_kernel.transformers")
+    liger.apply_liger_kernel_to_qwen3_5 = apply
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
+    before = dict(vars(home))
+    layers = rivals.OursLiger().layers(STEPS[0], inputs)
+    assert seen == [layers.module]
+    assert layers.module is not inputs.layers.module
+    assert dict(vars(home)) == before
+    assert "Liger has no kernels" in rivals.OursLiger().inapplicable(STEPS[1])
+    assert "nothing else" in rivals.OursLiger().inapplicable(MODEL["fla"][0])
 
 
 def forgetful(rule):
