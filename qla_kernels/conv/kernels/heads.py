@@ -48,7 +48,7 @@ def uniform(x: Any) -> Any:
 
 
 @T.macro
-def find_piece(heads, tile, start: T.Ref, piece: T.Ref):
+def find_piece(heads, tile, start: "T.Ref", piece: "T.Ref"):
     """Sets the first piece of a tile, and this lane's; without heads it may be past the last.
 
     In a tile of heads each lane without a piece repeats what another does: idle lanes what lane 0
