@@ -20,8 +20,8 @@ cd "$root"
 
 workers=$(nproc)
 [ "$workers" -le 8 ] || workers=8 # each holds a GB: torch and TileLang
-export OMP_NUM_THREADS=1     # the workers share the cores already
-export CUDA_VISIBLE_DEVICES= # the same tests on every machine
+export OMP_NUM_THREADS=1 EMU_WORKERS=1 # the workers share the cores already
+export CUDA_VISIBLE_DEVICES=           # the same tests on every machine
 
 trap 'exit 130' INT # pytest ends tidily on Ctrl-C; so do we
 
