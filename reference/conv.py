@@ -25,7 +25,7 @@ from einops import einsum, rearrange
 from torch import Tensor
 from torch.nn import functional
 
-from reference.gdn import l2norm, l2norm_backward
+from .gdn import l2norm, l2norm_backward
 
 NO_HEADS = (0, 0)
 
