@@ -35,7 +35,8 @@ from qla_kernels.hybrid import gated_delta_net
 from qla_kernels.sm90 import Reason, tma_readable
 
 NAME, HOME = "qla_kernels.integrations.megatron", "megatron.core.ssm.gated_delta_net"
-REGION = "recompute_of_qla_kernels"  # of layers that were taken over: the argument of `swap`
+WRAPPER = "megatron.core.distributed.distributed_data_parallel"
+REGION = "recompute_of_qla_kernels"  # of layers that `swap` changed: its argument
 RELEASES = {"4cf2a84b6ccab767": "0.18", "2fa95ab411ce87f9": "0.19"}  # by `names_of` their layer
 
 log = logging.getLogger("qla_kernels")
@@ -92,7 +93,7 @@ def forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Runs a layer that was taken over. The arguments are those of Megatron's forward.
+    """Runs a layer that `swap` changed. The arguments are those of Megatron's forward.
 
     hidden_states is [T, B, hidden size] with the tokens of the rank. Returns what the output
     projection returns: its result and its bias. Raises ValueError for bounds that do not cover the
@@ -223,8 +224,7 @@ def _has_known_hooks(norm: nn.Module) -> bool:
     """
     others = norm._forward_hooks, norm._backward_hooks, norm._backward_pre_hooks
     before = norm._forward_pre_hooks.values()
-    known = all(hook.__module__.startswith("megatron.core.distributed.distr") for hook in before)
-    return known and not any(others) and not norm._forward_pre_hooks_with_kwargs
+    return not any(others) and all(hook.__module__ == WRAPPER for hook in before)
 
 
 def _layers(verb: str, model: Any) -> Iterator[Any]:
@@ -236,13 +236,14 @@ def _layers(verb: str, model: Any) -> Iterator[Any]:
             fix = "pass the model that was built"
             raise TypeError(need(f"{NAME}.{verb}", described("model", chunk), needs, fix))
     modules = itertools.chain.from_iterable(chunk.modules() for chunk in chunks)
-    return (module for module in modules if _home(type(module)) is not None)
+    return (module for module in modules if _is_gated_delta_net(type(module)))
 
 
-def _home(layer_class: type) -> type | None:
-    """Returns the GatedDeltaNet of Megatron-Core that a class is or is derived from, or None."""
-    classes = (c for c in layer_class.__mro__ if c.__name__ == "GatedDeltaNet")
-    return next((c for c in classes if c.__module__.startswith(HOME)), None)
+def _is_gated_delta_net(kind: type) -> bool:
+    """Returns whether a class is Megatron's, or derived from it."""
+    return any(
+        c.__name__ == "GatedDeltaNet" and c.__module__.startswith(HOME) for c in kind.__mro__
+    )
 
 
 def _refused(layer: Any) -> Reason | None:
@@ -265,8 +266,8 @@ def _refused(layer: Any) -> Reason | None:
         needs = f"a width from {WIDTHS[0]} to {WIDTHS[-1]}"
         return f"their convolution has width {layer.conv1d.weight.shape[-1]}", needs, stays
     if getattr(layer, "recompute_norm_out", False):
-        fix = "leave it out, and pass recompute=True"
-        return "recompute_modules has gdn_norm_out", "that our backward recomputes", fix
+        fix = "leave it out; swap(model, recompute=True) saves other memory"
+        return "recompute_modules has gdn_norm_out", "none: we cannot run the norm again", fix
     key_heads = layer.qk_dim_local_tp // layer.key_head_dim
     ranks = layer.pg_collection.cp.size()
     if not key_heads or key_heads % ranks:

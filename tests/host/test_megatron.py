@@ -212,7 +212,7 @@ def refusing(layers: Any, caplog: Any, layer: Any, text: str) -> None:
                 "recompute_granularity": "selective", "recompute_modules": ["gdn_norm_out"],
                 "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 1,
             },
-            "leave it out, and pass recompute=True",
+            "gdn_norm_out; need none",
         ),
     ],
 )  # fmt: skip
