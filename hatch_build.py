@@ -32,8 +32,8 @@ class PrebuiltKernels(BuildHookInterface):  # type: ignore[type-arg]
         if folder == "" or version == "editable":
             return
         with imported_from(self.root):
-            from qla_kernels.errors import Unsupported
-            from qla_kernels.native import prebuilt
+            from qla_kernels.runtime.errors import Unsupported
+            from qla_kernels.runtime.native import prebuilt
         try:
             if folder is not None:
                 files = prebuilt.checked(Path(folder).expanduser())
@@ -59,8 +59,8 @@ class PrebuiltKernels(BuildHookInterface):  # type: ignore[type-arg]
     def own(self, folder: Path) -> list[Path]:
         """Returns the checkout's kernel files and its launcher last; none if it has none."""
         with imported_from(self.root):
-            from qla_kernels.errors import Unsupported
-            from qla_kernels.native import launcher, prebuilt
+            from qla_kernels.runtime.errors import Unsupported
+            from qla_kernels.runtime.native import launcher, prebuilt
         *files, path = prebuilt.files_of(folder)
         if not files:
             return []

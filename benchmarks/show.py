@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from qla_kernels.digests import recorded
+from qla_kernels.runtime.digests import recorded
 
 from . import chart, tables
 from .families import sets_of

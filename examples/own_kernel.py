@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 import qla_kernels.tile.language as T
-from qla_kernels.emulator import Case
+from qla_kernels.lab.emulator import Case
 from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.rings import rings
 from qla_kernels.tile.schedule import WARPGROUP_THREADS, Named, Role, Schedule, Tile
@@ -138,6 +138,6 @@ def case(variant: Variant) -> Case:
 
 
 if __name__ == "__main__":
-    from qla_kernels.emulator.command import main
+    from qla_kernels.lab.emulator.command import main
 
     raise SystemExit(main([__file__]))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 import qla_kernels.tile.language as T
-from qla_kernels.emulator import Case
+from qla_kernels.lab.emulator import Case
 from qla_kernels.tile.schedule import Role, Schedule
 
 ROWS = 8  # of a CTA: 2 or 4 loads of 16 bytes a thread
@@ -67,6 +67,6 @@ def case(variant: Variant) -> Case:
 
 
 if __name__ == "__main__":
-    from qla_kernels.emulator.command import main
+    from qla_kernels.lab.emulator.command import main
 
     raise SystemExit(main([__file__]))

@@ -11,7 +11,7 @@ import tilelang
 import tilelang.language as T
 import torch
 
-from qla_kernels.emulator import EmulatedKernel
+from qla_kernels.lab.emulator import EmulatedKernel
 
 PASS_CONFIGS = {}  # what the kernel is compiled with: pass it to both
 

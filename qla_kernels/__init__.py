@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from qla_kernels.dualkv.plan import SharedLayout
     from qla_kernels.dualkv.prefix_tree import pack_prefix_tree
     from qla_kernels.dualkv.prompts import pack_shared_prompts
-    from qla_kernels.errors import Unsupported
     from qla_kernels.gdn.api import chunk_gated_delta_rule, chunk_gdn
     from qla_kernels.gdn.decode.api import fused_recurrent_gated_delta_rule, fused_recurrent_gdn
     from qla_kernels.gdn.decode.packed import packed_decode_gated_delta_rule
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from qla_kernels.hybrid.layer import gated_delta_net
     from qla_kernels.hybrid.step import decode_gated_delta_net
     from qla_kernels.norm.api import gated_rms_norm
+    from qla_kernels.runtime.errors import Unsupported
     from qla_kernels.sparse_ring.api import sparse_attention, sparse_ring_attention
 
 __version__ = "0.1.0"
@@ -84,7 +84,7 @@ __all__ = [
 _HOME = {
     "SharedBatch": "qla_kernels.dualkv.batch",
     "SharedLayout": "qla_kernels.dualkv.plan",
-    "Unsupported": "qla_kernels.errors",
+    "Unsupported": "qla_kernels.runtime.errors",
     "causal_conv1d": "qla_kernels.conv.api",
     "causal_conv1d_update": "qla_kernels.conv.update",
     "chunk_gated_delta_rule": "qla_kernels.gdn.api",

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from qla_kernels.command_line import PROGRAM
-from qla_kernels.errors import need
+from qla_kernels.lab.command_line import PROGRAM
+from qla_kernels.runtime.errors import need
 
 
 class Command(NamedTuple):

@@ -26,10 +26,11 @@ from xml.etree import ElementTree
 import torch
 
 from benchmarks.harness import records
-from qla_kernels import device, info
-from qla_kernels.errors import need
-from qla_kernels.info import families
-from qla_kernels.sm90 import CAPABILITY
+from qla_kernels.lab import doctor as info
+from qla_kernels.lab.doctor import families
+from qla_kernels.runtime import device
+from qla_kernels.runtime.errors import need
+from qla_kernels.runtime.sm90 import CAPABILITY
 
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "out" / "device_check"

@@ -40,7 +40,7 @@ from benchmarks.harness.records import Row, Run, write_whole
 from benchmarks.harness.timing import measure_ceilings
 from benchmarks.harness.workload import Ceilings
 from benchmarks.sm90 import describe_run
-from qla_kernels import jit
+from qla_kernels.runtime import jit
 
 WITHOUT_GPU = (
     "No GPU: float32 on CPU tensors over gloo, eager calls. FLA was left out, which needs GPUs."

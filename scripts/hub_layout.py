@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from qla_kernels.errors import Unsupported, need
-from qla_kernels.native import prebuilt
+from qla_kernels.runtime.errors import Unsupported, need
+from qla_kernels.runtime.native import prebuilt
 
 INSIDE = f"qla_kernels/{prebuilt.INSIDE.name}/"
 MODULE = '''"""qla_kernels {version}: see the package beside this file."""

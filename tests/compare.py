@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from qla_kernels.selftest.compare import assert_close, bias_of, relative_l2
+from qla_kernels.lab.selftest.compare import assert_close, bias_of, relative_l2
 
 __all__ = ["assert_close", "bias_of", "no_worse", "relative_l2"]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from qla_kernels import programs
+from qla_kernels.runtime import programs
 from tests import launched
 
 HOPPER = (9, 0)

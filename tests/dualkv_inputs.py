@@ -7,8 +7,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qla_kernels.selftest.dualkv_forward import FEW_TOKENS as GROUPS
-from qla_kernels.selftest.dualkv_forward import Groups, qkv
+from qla_kernels.lab.selftest.dualkv_forward import FEW_TOKENS as GROUPS
+from qla_kernels.lab.selftest.dualkv_forward import Groups, qkv
 
 __all__ = [
     "GROUPS",

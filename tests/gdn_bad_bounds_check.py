@@ -31,7 +31,7 @@ from qla_kernels.gdn.sharded import launch as launch_shards
 from qla_kernels.gdn.sharded.ops import Arriving, ShardPlace
 
 # Of three sequences, in so many tokens: gates of two heads end at whole 16 bytes, as then does what
-# qla_kernels/emulator/process.py guards.
+# qla_kernels/lab/emulator/process.py guards.
 TOKENS = 136
 LEAST, MOST = -(2**31), 2**31 - 1
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from qla_kernels.selftest.gdn_calls import (
+from qla_kernels.lab.selftest.gdn_calls import (
     DIFFERENTIABLE,
     Call,
     call,

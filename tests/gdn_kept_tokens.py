@@ -3,7 +3,7 @@
 import torch
 
 from qla_kernels import verify_gated_delta_rule
-from qla_kernels.selftest.gdn_recurrent import STATE
+from qla_kernels.lab.selftest.gdn_recurrent import STATE
 from reference import gdn
 from tests.compare import assert_close
 from tests.gdn_calls import call

@@ -10,8 +10,8 @@ from qla_kernels.gdn.ops import GdnBackward
 from qla_kernels.gdn.tree.ops import TreeForward
 from qla_kernels.gdn.tree.tables import ON_HOST, DeltaTables, tree_tables
 from qla_kernels.hybrid.layouts import parents
-from qla_kernels.selftest.gdn_backward import DG_UNITS
-from qla_kernels.selftest.gdn_inputs import gates, keys
+from qla_kernels.lab.selftest.gdn_backward import DG_UNITS
+from qla_kernels.lab.selftest.gdn_inputs import gates, keys
 from reference import gdn
 from tests.compare import assert_close, relative_l2
 from tests.gdn_trees import Forest

@@ -7,7 +7,7 @@ changed kernel is not on record, and is lowered. Nothing else is: host code, the
 and definitions are those of the checkout, and every case runs.
 
 `python -m tests.static.checked --write` writes the record. The static tier lowers one variant in 16
-anew and compares the texts; of all variants it compares the digests with qla_kernels/digests.json.
+anew and compares the texts; of all variants it compares the digests with qla_kernels/runtime/digests.json.
 """
 
 import json
@@ -16,9 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from qla_kernels import jit
-from qla_kernels.emulator import lowering
-from qla_kernels.emulator.cache import folder, write
+from qla_kernels.lab.emulator import lowering
+from qla_kernels.lab.emulator.cache import folder, write
+from qla_kernels.runtime import jit
 
 WRITE = "run python -m tests.static.checked --write"
 FOLDER = Path(__file__).parent / "emulated" / "lowered"  # a file a kernel: {name: contents}

@@ -93,7 +93,7 @@ def serve(*cases: Case, before: Callable[[], object] | None = None) -> None:
     import torch
 
     from qla_kernels import gdn, sparse_ring  # noqa: F401
-    from qla_kernels.cpu import reference
+    from qla_kernels.runtime.cpu import reference
     from tests import compare, gdn_calls  # noqa: F401
 
     reference()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qla_kernels import dualkv, sparse_ring
-from qla_kernels.errors import Unsupported
+from qla_kernels.runtime.errors import Unsupported
 
 from ..harness.adapters import Call, Implementation, Outputs, backward_of
 from ..hybrid.layers import packed

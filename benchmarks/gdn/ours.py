@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import qla_kernels
-from qla_kernels import varlen
 from qla_kernels.gdn import GdnPool
+from qla_kernels.runtime import varlen
 
 from ..harness.adapters import Call, Implementation, Outputs
 from .problem import GdnInputs, gradients

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from qla_kernels.sm90 import CAPABILITY
+from qla_kernels.runtime.sm90 import CAPABILITY
 
 from ..attention.workloads import Group, SharedPrompts, VerticalSlash, same
 from ..conv.workloads import GROUP, Convolution

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from qla_kernels.native import prebuilt
+from qla_kernels.runtime.native import prebuilt
 
 from .workload import Ceilings, Work
 

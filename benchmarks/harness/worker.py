@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from qla_kernels import jit
+from qla_kernels.runtime import jit
 
 from .adapters import Call, Implementation, describe
 from .messages import Begin, Done, Machine, Options, RowFacts, RowFailed

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from qla_kernels import jit
 from qla_kernels.attn.kernels import delta as kernel
+from qla_kernels.runtime import jit
 from qla_kernels.tile.constants import LOG2E
 
 TMA_ROW = 4  # fp32 numbers in 16 bytes; rows of `stats` are multiples of that

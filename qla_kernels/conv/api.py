@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from qla_kernels.arguments import checks_contents
 from qla_kernels.conv.autograd import convolve
 from qla_kernels.conv.validate import (
     OP,
@@ -15,7 +14,8 @@ from qla_kernels.conv.validate import (
     check_tensors,
     refusal,
 )
-from qla_kernels.sm90 import require
+from qla_kernels.runtime.arguments import checks_contents
+from qla_kernels.runtime.sm90 import require
 
 
 def causal_conv1d(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qla_kernels.conv import ops
 from qla_kernels.conv.validate import OP
-from qla_kernels.derivatives import refuse_second_derivative
+from qla_kernels.runtime.derivatives import refuse_second_derivative
 
 NO_NORM = (0, 0)
 

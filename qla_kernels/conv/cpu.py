@@ -5,7 +5,7 @@ from torch import Tensor
 
 from qla_kernels.conv.ops import ConvBackward
 from qla_kernels.conv.validate import UPDATE_OP, check_slots
-from qla_kernels.cpu import reference
+from qla_kernels.runtime.cpu import reference
 
 
 @torch.no_grad()

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels import device, jit
 from qla_kernels.conv.heads import heads_of, tile_ctas
 from qla_kernels.conv.heuristics import run_tokens
 from qla_kernels.conv.kernels import bwd as bwd_kernel
@@ -24,7 +23,8 @@ from qla_kernels.conv.kernels import weight_sums as weight_sums_kernel
 from qla_kernels.conv.ops import ConvBackward, ConvTables
 from qla_kernels.conv.shapes import DTYPES, PIECE, RUNS
 from qla_kernels.conv.validate import OP, UPDATE_OP, flattens
-from qla_kernels.sm90 import dtype_name, readable, require_aligned
+from qla_kernels.runtime import device, jit
+from qla_kernels.runtime.sm90 import dtype_name, readable, require_aligned
 
 _PLACES = {getattr(torch, name): place for place, name in enumerate(DTYPES)}
 

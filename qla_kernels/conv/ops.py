@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels.operators import define_direct
-from qla_kernels.programs import Programs
+from qla_kernels.runtime.operators import define_direct
+from qla_kernels.runtime.programs import Programs
 
 SCHEMAS = {
     "conv_fwd": """(

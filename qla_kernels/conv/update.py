@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from qla_kernels.arguments import checks_contents
 from qla_kernels.conv.ops import conv_update
 from qla_kernels.conv.validate import (
     UPDATE_OP,
@@ -13,9 +12,10 @@ from qla_kernels.conv.validate import (
     refusal,
     refused_rows,
 )
-from qla_kernels.errors import need
-from qla_kernels.programs import RECORD, Programs
-from qla_kernels.sm90 import refused_strides, require
+from qla_kernels.runtime.arguments import checks_contents
+from qla_kernels.runtime.errors import need
+from qla_kernels.runtime.programs import RECORD, Programs
+from qla_kernels.runtime.sm90 import refused_strides, require
 
 UPDATES = Programs(UPDATE_OP)
 

@@ -10,13 +10,13 @@ runs only on the CPU and under QLA_CHECK=1.
 import torch
 from torch import Tensor
 
-from qla_kernels import device
-from qla_kernels.arguments import check_words, integer
 from qla_kernels.conv import heads
 from qla_kernels.conv.shapes import CHANNELS, WIDTHS
-from qla_kernels.derivatives import refuse_forward_mode
-from qla_kernels.errors import need
-from qla_kernels.sm90 import (
+from qla_kernels.runtime import device
+from qla_kernels.runtime.arguments import check_words, integer
+from qla_kernels.runtime.derivatives import refuse_forward_mode
+from qla_kernels.runtime.errors import need
+from qla_kernels.runtime.sm90 import (
     CAPABILITY,
     DTYPES,
     Reason,

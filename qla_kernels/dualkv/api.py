@@ -6,12 +6,12 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from qla_kernels.arguments import checks_contents, flag
 from qla_kernels.dualkv import ops
 from qla_kernels.dualkv.autograd import SharedPrefixAttention, natural_lse
 from qla_kernels.dualkv.plan import SharedLayout
 from qla_kernels.dualkv.validate import OP, check_contents, check_tensors, refusal
-from qla_kernels.sm90 import require
+from qla_kernels.runtime.arguments import checks_contents, flag
+from qla_kernels.runtime.sm90 import require
 
 
 @overload

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qla_kernels.derivatives import refuse_second_derivative
 from qla_kernels.dualkv import ops
 from qla_kernels.dualkv.validate import OP
+from qla_kernels.runtime.derivatives import refuse_second_derivative
 
 
 def natural_lse(lse2: Tensor) -> Tensor:

@@ -13,13 +13,13 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from qla_kernels.arguments import checks_contents, flag, integer, number
 from qla_kernels.dualkv.logprobs import OP, target_logprobs
 from qla_kernels.dualkv.plan import SharedLayout, moved
 from qla_kernels.dualkv.validate import unfit_factor
-from qla_kernels.errors import need
 from qla_kernels.head import target_logprobs as logprobs_of_hidden
-from qla_kernels.sm90 import expect_tensors
+from qla_kernels.runtime.arguments import checks_contents, flag, integer, number
+from qla_kernels.runtime.errors import need
+from qla_kernels.runtime.sm90 import expect_tensors
 
 log = logging.getLogger("qla_kernels")
 

@@ -10,13 +10,13 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from qla_kernels.arguments import flag, integer
 from qla_kernels.dualkv.api import attend
 from qla_kernels.dualkv.plan import SharedLayout
 from qla_kernels.dualkv.tokens import is_whole, on_host
 from qla_kernels.dualkv.validate import check_tensors, refusal
-from qla_kernels.errors import Unsupported, need
-from qla_kernels.sm90 import expect_tensors, require
+from qla_kernels.runtime.arguments import flag, integer
+from qla_kernels.runtime.errors import Unsupported, need
+from qla_kernels.runtime.sm90 import expect_tensors, require
 
 OP = "dualkv_varlen"
 

@@ -8,8 +8,8 @@ import math
 import torch
 from torch import Tensor
 
-from qla_kernels.cpu import reference
 from qla_kernels.dualkv.ops import SharedBackward, SharedForward
+from qla_kernels.runtime.cpu import reference
 
 
 @torch.no_grad()

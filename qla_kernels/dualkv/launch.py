@@ -8,14 +8,14 @@ import math
 import torch
 from torch import Tensor
 
-from qla_kernels import device, jit
 from qla_kernels.dualkv.heuristics import head_pack
 from qla_kernels.dualkv.kernels import fwd as fwd_kernel
 from qla_kernels.dualkv.ops import SharedBackward, SharedForward
 from qla_kernels.dualkv.shapes import QUERY_ROWS
 from qla_kernels.dualkv.tables import Tables
 from qla_kernels.dualkv.validate import OP
-from qla_kernels.sm90 import dtype_name, require_aligned, tma_readable
+from qla_kernels.runtime import device, jit
+from qla_kernels.runtime.sm90 import dtype_name, require_aligned, tma_readable
 
 
 def dualkv_fwd(

@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from qla_kernels import jit
 from qla_kernels.attn.launch import row_stats
 from qla_kernels.dualkv.heuristics import head_pack, one_pass
 from qla_kernels.dualkv.kernels import bwd, bwd_dkv, bwd_dkv_wide, bwd_dq, dkv_combine, dq_cast
 from qla_kernels.dualkv.shapes import KEY_TILES, KV, KV_QUERY_ROWS, QUERY_ROWS
 from qla_kernels.dualkv.tables import KV_PACK, SHARES, Tables
-from qla_kernels.sm90 import dtype_name, readable
+from qla_kernels.runtime import jit
+from qla_kernels.runtime.sm90 import dtype_name, readable
 
 
 def backward(

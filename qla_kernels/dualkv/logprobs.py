@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qla_kernels.derivatives import refuse_forward_mode, refuse_second_derivative
+from qla_kernels.runtime.derivatives import refuse_forward_mode, refuse_second_derivative
 
 OP = "SharedBatch.gather_logprobs"
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple, TypeVar
 
-from qla_kernels.arguments import integer, number
 from qla_kernels.dualkv.tokens import Group, group_lengths
-from qla_kernels.errors import need
+from qla_kernels.runtime.arguments import integer, number
+from qla_kernels.runtime.errors import need
 
 OP = "plan_microbatches"
 

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels.arguments import described, flag, integer
 from qla_kernels.dualkv.assemble import Member, Node, assemble
 from qla_kernels.dualkv.batch import SharedBatch
 from qla_kernels.dualkv.plan import run
 from qla_kernels.dualkv.tokens import as_list, check_positions, is_whole, on_host
-from qla_kernels.errors import need
-from qla_kernels.sm90 import expect_tensors
+from qla_kernels.runtime.arguments import described, flag, integer
+from qla_kernels.runtime.errors import need
+from qla_kernels.runtime.sm90 import expect_tensors
 
 OP = "pack_padded"
 

@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels import device
-from qla_kernels.arguments import described, integer
-from qla_kernels.device_tables import Kept
 from qla_kernels.dualkv import tables
 from qla_kernels.dualkv.shapes import HEAD_SIZES, KEY_TILES
 from qla_kernels.dualkv.tables import Tables
 from qla_kernels.dualkv.tokens import Group, as_list, group_lengths
-from qla_kernels.errors import need
-from qla_kernels.sm90 import alternatives
+from qla_kernels.runtime import device
+from qla_kernels.runtime.arguments import described, integer
+from qla_kernels.runtime.device_tables import Kept
+from qla_kernels.runtime.errors import need
+from qla_kernels.runtime.sm90 import alternatives
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -8,7 +8,6 @@ from itertools import accumulate, pairwise
 
 from torch import Tensor
 
-from qla_kernels.arguments import described
 from qla_kernels.dualkv.assemble import Member, Node, assemble
 from qla_kernels.dualkv.batch import SharedBatch
 from qla_kernels.dualkv.plan import run
@@ -20,7 +19,8 @@ from qla_kernels.dualkv.tokens import (
     on_host,
     token_ids,
 )
-from qla_kernels.errors import need
+from qla_kernels.runtime.arguments import described
+from qla_kernels.runtime.errors import need
 
 OP = "pack_prefix_tree"
 

@@ -8,7 +8,7 @@ from qla_kernels.dualkv.assemble import Member, Node, assemble
 from qla_kernels.dualkv.batch import SharedBatch
 from qla_kernels.dualkv.plan import run
 from qla_kernels.dualkv.tokens import Tokens, as_list, end_to_end, token_ids
-from qla_kernels.errors import need
+from qla_kernels.runtime.errors import need
 
 OP = "pack_shared_prompts"
 

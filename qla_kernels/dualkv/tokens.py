@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qla_kernels.arguments import described
-from qla_kernels.errors import need
-from qla_kernels.sm90 import expect_tensors
+from qla_kernels.runtime.arguments import described
+from qla_kernels.runtime.errors import need
+from qla_kernels.runtime.sm90 import expect_tensors
 
 Tokens = Tensor | Sequence[int]
 Group = tuple[int, Sequence[int]]  # tokens of the prompt, and of each response

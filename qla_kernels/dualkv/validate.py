@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qla_kernels import device
-from qla_kernels.derivatives import refuse_forward_mode
 from qla_kernels.dualkv.plan import SharedLayout, check_nodes, check_tout
 from qla_kernels.dualkv.shapes import HEAD_SIZES
-from qla_kernels.errors import need
-from qla_kernels.sm90 import (
+from qla_kernels.runtime import device
+from qla_kernels.runtime.derivatives import refuse_forward_mode
+from qla_kernels.runtime.errors import need
+from qla_kernels.runtime.sm90 import (
     DTYPES,
     Reason,
     dtype_name,

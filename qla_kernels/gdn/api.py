@@ -9,9 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels.arguments import flag
-from qla_kernels.derivatives import refuse_forward_mode
-from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn import known, ops
 from qla_kernels.gdn.autograd import apply, normalised
 from qla_kernels.gdn.call import Call, Options
@@ -33,8 +30,11 @@ from qla_kernels.gdn.validate import (
     refusal,
     wants_gradients,
 )
-from qla_kernels.programs import RECORD, Programs
-from qla_kernels.sm90 import expect_tensors, require
+from qla_kernels.runtime.arguments import flag
+from qla_kernels.runtime.derivatives import refuse_forward_mode
+from qla_kernels.runtime.errors import Unsupported, need
+from qla_kernels.runtime.programs import RECORD, Programs
+from qla_kernels.runtime.sm90 import expect_tensors, require
 from qla_kernels.tile.constants import CHUNK
 
 NO_GATE = Gate(False, None, None)

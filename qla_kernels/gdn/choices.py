@@ -13,7 +13,7 @@ from qla_kernels.gdn.durations import Lengths
 from qla_kernels.gdn.paths import Shape
 from qla_kernels.gdn.plan import ChainsPlan, Plan
 from qla_kernels.gdn.shapes import WIDE
-from qla_kernels.native.symbols import decided
+from qla_kernels.runtime.native.symbols import decided
 from qla_kernels.tile.constants import CHUNK
 
 

@@ -4,9 +4,9 @@ only under QLA_CHECK=1.
 
 from torch import Tensor
 
-from qla_kernels.arguments import check_words
-from qla_kernels.errors import need
 from qla_kernels.gdn.call import Call
+from qla_kernels.runtime.arguments import check_words
+from qla_kernels.runtime.errors import need
 
 
 def check_bounds(

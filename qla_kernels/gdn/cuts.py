@@ -7,9 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from qla_kernels import device
-from qla_kernels.arguments import flag
-from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn import bands, choices, plan
 from qla_kernels.gdn.bands import Bands, GradientBands
 from qla_kernels.gdn.choices import BatchLengths
@@ -18,6 +15,9 @@ from qla_kernels.gdn.keywords import is_invariant, warm_bound
 from qla_kernels.gdn.paths import Shape
 from qla_kernels.gdn.plan import Plan
 from qla_kernels.gdn.shapes import HEAD_SIZES, KEY_SIZES, VALUE_SIZES, WIDE
+from qla_kernels.runtime import device
+from qla_kernels.runtime.arguments import flag
+from qla_kernels.runtime.errors import Unsupported, need
 from qla_kernels.tile.constants import CHUNK
 
 CUTS_OP = "segments_of"

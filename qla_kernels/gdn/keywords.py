@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qla_kernels.arguments import flag, number, switched_on
-from qla_kernels.errors import need
 from qla_kernels.gdn.call import Options
 from qla_kernels.gdn.plan import EXACT_LOG_BOUND, WARM_LOG_BOUND
+from qla_kernels.runtime.arguments import flag, number, switched_on
+from qla_kernels.runtime.errors import need
 
 # Dynamo makes a global float an input of a dynamic graph and compiles it twice; an int stays a
 # constant.

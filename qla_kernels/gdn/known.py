@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qla_kernels import device
 from qla_kernels.gdn import dealing, durations, heuristics, keeping, plan
 from qla_kernels.gdn.heuristics import CHAIN_STEP, STEP
 from qla_kernels.gdn.keywords import EXACT_BY_DEFAULT, INVARIANT_BY_DEFAULT
 from qla_kernels.gdn.plan import CUT_KERNELS, EXACT_LOG_BOUND, WARM_LOG_BOUND
 from qla_kernels.gdn.shapes import KEY_ROOMS, SHARED_KEYS, WIDE
+from qla_kernels.runtime import device
 from qla_kernels.tile.constants import CHUNK
 
 MOST = 1024  # batches that stand for others; the oldest is dropped for another

@@ -9,9 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qla_kernels.arguments import flag
-from qla_kernels.derivatives import refuse_forward_mode
-from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn import ops
 from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
 from qla_kernels.gdn.keywords import checked_flags, keeping, scale_of, warm_bound
@@ -23,7 +20,10 @@ from qla_kernels.gdn.validate import (
     expect_tensor,
     refusal,
 )
-from qla_kernels.sm90 import dtype_name, expect_tensors, require
+from qla_kernels.runtime.arguments import flag
+from qla_kernels.runtime.derivatives import refuse_forward_mode
+from qla_kernels.runtime.errors import Unsupported, need
+from qla_kernels.runtime.sm90 import dtype_name, expect_tensors, require
 from qla_kernels.tile.constants import CHUNK
 
 Cache = tuple[Tensor, ...]  # opaque: `ops.GdnForward` says what is in it

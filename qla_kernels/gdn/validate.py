@@ -13,8 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels import device
-from qla_kernels.errors import need
 from qla_kernels.gdn import shapes
 from qla_kernels.gdn.call import Options
 from qla_kernels.gdn.shapes import (
@@ -22,7 +20,9 @@ from qla_kernels.gdn.shapes import (
     WIDE,
 )
 from qla_kernels.gdn.sharded.context import layout_refused
-from qla_kernels.sm90 import (
+from qla_kernels.runtime import device
+from qla_kernels.runtime.errors import need
+from qla_kernels.runtime.sm90 import (
     DTYPES,
     Reason,
     dtype_name,

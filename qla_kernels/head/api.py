@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor, nn
 
-from qla_kernels.derivatives import refuse_forward_mode
 from qla_kernels.head.autograd import HeadLogprobs
 from qla_kernels.head.parts import Parts, parts_of
 from qla_kernels.head.validate import (
@@ -13,7 +12,8 @@ from qla_kernels.head.validate import (
     refusal,
     under_autocast,
 )
-from qla_kernels.sm90 import require
+from qla_kernels.runtime.derivatives import refuse_forward_mode
+from qla_kernels.runtime.sm90 import require
 
 
 def target_logprobs(

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qla_kernels.derivatives import refuse_second_derivative
 from qla_kernels.head import ops
 from qla_kernels.head.ops import Wanted
+from qla_kernels.runtime.derivatives import refuse_second_derivative
 
 
 class HeadLogprobs(torch.autograd.Function):

@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from qla_kernels.cpu import reference
 from qla_kernels.head.ops import HeadBackward, HeadForward, Wanted
+from qla_kernels.runtime.cpu import reference
 
 
 @torch.no_grad()

@@ -20,12 +20,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels import device, jit
 from qla_kernels.head.kernels import row_grads as grads_kernel
 from qla_kernels.head.kernels import row_sums as sums_kernel
 from qla_kernels.head.ops import HeadBackward, HeadForward, Wanted
 from qla_kernels.head.shapes import BIAS, COLUMNS, FIRST, LAST, PIECE, TOKENS
-from qla_kernels.sm90 import dtype_name
+from qla_kernels.runtime import device, jit
+from qla_kernels.runtime.sm90 import dtype_name
 
 ALIGNED = 8  # columns of 16 bits in 16 bytes; cuBLAS is several times slower on others
 

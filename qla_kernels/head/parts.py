@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from qla_kernels.errors import Unsupported, need
+from qla_kernels.runtime.errors import Unsupported, need
 
 FIX = "pass a weight [V, D], or compute logits and call gather_logprobs"
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qla_kernels import device
-from qla_kernels.arguments import checks_contents, described, number
-from qla_kernels.errors import need
 from qla_kernels.head.parts import Parts
-from qla_kernels.sm90 import CAPABILITY, DTYPES, Reason, dtype_name, expect_tensors, one_of
+from qla_kernels.runtime import device
+from qla_kernels.runtime.arguments import checks_contents, described, number
+from qla_kernels.runtime.errors import need
+from qla_kernels.runtime.sm90 import CAPABILITY, DTYPES, Reason, dtype_name, expect_tensors, one_of
 
 FLOATS = (*DTYPES, torch.float32, torch.float64)
 ON_GPU = (*DTYPES, torch.float32)

@@ -2,15 +2,15 @@
 
 from torch import Tensor
 
-from qla_kernels.arguments import integer
 from qla_kernels.conv.autograd import convolve
 from qla_kernels.conv.shapes import WIDTHS
 from qla_kernels.conv.validate import as_given, by_tokens, check_norm, check_tensors, refusal
 from qla_kernels.dualkv.plan import SharedLayout
-from qla_kernels.errors import need
 from qla_kernels.hybrid.conv_tables import OP, prepare
 from qla_kernels.hybrid.layouts import check_layout
-from qla_kernels.sm90 import require
+from qla_kernels.runtime.arguments import integer
+from qla_kernels.runtime.errors import need
+from qla_kernels.runtime.sm90 import require
 
 
 def shared_prefix_conv1d(

@@ -13,8 +13,8 @@ from torch import Tensor
 from qla_kernels.conv.ops import ConvTables
 from qla_kernels.conv.shapes import GIVEN, KEPT
 from qla_kernels.dualkv.plan import SharedLayout, moved
-from qla_kernels.errors import need
 from qla_kernels.hybrid.layouts import parents, tables_of
+from qla_kernels.runtime.errors import need
 
 OP = "shared_prefix_conv1d"
 

@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-from qla_kernels.arguments import checks_contents, flag
-from qla_kernels.derivatives import refuse_forward_mode
 from qla_kernels.dualkv.plan import SharedLayout
 from qla_kernels.gdn import contents
 from qla_kernels.gdn.call import Call, Options
@@ -19,7 +17,9 @@ from qla_kernels.gdn.validate import (
 )
 from qla_kernels.hybrid.delta_tables import prepare
 from qla_kernels.hybrid.layouts import check_layout
-from qla_kernels.sm90 import require
+from qla_kernels.runtime.arguments import checks_contents, flag
+from qla_kernels.runtime.derivatives import refuse_forward_mode
+from qla_kernels.runtime.sm90 import require
 
 
 def shared_prefix_gated_delta_rule(

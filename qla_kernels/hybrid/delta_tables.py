@@ -10,10 +10,10 @@ from typing import cast
 from torch import Tensor
 
 from qla_kernels.dualkv.plan import SharedLayout, moved
-from qla_kernels.errors import need
 from qla_kernels.gdn.tree.autograd import TREE_OP
 from qla_kernels.gdn.tree.tables import DeltaTables, moved_together, one_buffer, tree_tables
 from qla_kernels.hybrid.layouts import parents, tables_of
+from qla_kernels.runtime.errors import need
 
 
 def prepare(layout: SharedLayout, output_final_state: bool) -> DeltaTables:

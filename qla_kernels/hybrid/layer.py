@@ -5,11 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qla_kernels.arguments import checks_contents, flag, integer
 from qla_kernels.conv import validate as conv
-from qla_kernels.derivatives import refuse_forward_mode
 from qla_kernels.dualkv.plan import SharedLayout
-from qla_kernels.errors import need
 from qla_kernels.gdn import chunk_gated_delta_rule
 from qla_kernels.gdn.validate import wants_gradients
 from qla_kernels.hybrid import conv_tables
@@ -18,7 +15,10 @@ from qla_kernels.hybrid.layouts import check_layout
 from qla_kernels.hybrid.recompute import Convolution, recomputed_rule
 from qla_kernels.norm import validate as norm
 from qla_kernels.norm.autograd import normalise
-from qla_kernels.sm90 import dtype_name, expect_tensors, require
+from qla_kernels.runtime.arguments import checks_contents, flag, integer
+from qla_kernels.runtime.derivatives import refuse_forward_mode
+from qla_kernels.runtime.errors import need
+from qla_kernels.runtime.sm90 import dtype_name, expect_tensors, require
 
 OP = "gated_delta_net"
 

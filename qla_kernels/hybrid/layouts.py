@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels import device
-from qla_kernels.device_tables import Kept
 from qla_kernels.dualkv.plan import SharedLayout
-from qla_kernels.errors import need
+from qla_kernels.runtime import device
+from qla_kernels.runtime.device_tables import Kept
+from qla_kernels.runtime.errors import need
 
 
 class PreparedTables(NamedTuple):

@@ -11,10 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels.arguments import checks_contents, flag
 from qla_kernels.conv import ops
 from qla_kernels.conv.autograd import convolve_sections
-from qla_kernels.derivatives import refuse_forward_mode, refuse_second_derivative
 from qla_kernels.dualkv.plan import SharedLayout
 from qla_kernels.gdn import contents
 from qla_kernels.gdn.autograd import GatedDeltaRule
@@ -23,7 +21,9 @@ from qla_kernels.gdn.keywords import checked_flags, is_invariant, scale_of, warm
 from qla_kernels.gdn.tree.autograd import GatedDeltaTree
 from qla_kernels.gdn.validate import Gate, check_activations, check_tensors, refusal
 from qla_kernels.hybrid import delta_tables
-from qla_kernels.sm90 import require
+from qla_kernels.runtime.arguments import checks_contents, flag
+from qla_kernels.runtime.derivatives import refuse_forward_mode, refuse_second_derivative
+from qla_kernels.runtime.sm90 import require
 
 
 class Convolution(NamedTuple):

@@ -7,7 +7,7 @@ from qla_kernels.conv.ops import conv_update
 from qla_kernels.conv.update import require_update
 from qla_kernels.conv.validate import check_update
 from qla_kernels.gdn.decode.packed import checked_step
-from qla_kernels.programs import RECORD, Programs
+from qla_kernels.runtime.programs import RECORD, Programs
 
 OP = "decode_gated_delta_net"
 STEPS = Programs(OP)

@@ -11,7 +11,7 @@ from importlib import metadata
 
 import torch
 
-from qla_kernels.errors import need
+from qla_kernels.runtime.errors import need
 
 log = logging.getLogger("qla_kernels")
 

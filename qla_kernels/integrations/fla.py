@@ -30,14 +30,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels import device
-from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn import chunk_gated_delta_rule, refusal
 from qla_kernels.gdn.api import CHUNK_SIZES
 from qla_kernels.gdn.call import Options
 from qla_kernels.gdn.validate import OP, Gate, check_activations, check_tensors
 from qla_kernels.integrations.layout import readable
-from qla_kernels.sm90 import CAPABILITY, refused_device
+from qla_kernels.runtime import device
+from qla_kernels.runtime.errors import Unsupported, need
+from qla_kernels.runtime.sm90 import CAPABILITY, refused_device
 
 OPERATION = "gated_delta_rule"
 NAME, RELEASES = "qla_kernels.integrations.fla", "0.5.2 or later"

@@ -21,8 +21,8 @@ from torch.nn.functional import silu
 from qla_kernels.conv import causal_conv1d, refusal
 from qla_kernels.conv.validate import ACTIVATIONS, by_tokens, flattens
 from qla_kernels.dualkv import SharedLayout
-from qla_kernels.errors import Unsupported, need
 from qla_kernels.hybrid import shared_prefix_conv1d, shared_prefix_gated_delta_rule
+from qla_kernels.runtime.errors import Unsupported, need
 
 KEY = "shared_prefix"
 OP = "shared_prefix in a gated-delta-net layer"

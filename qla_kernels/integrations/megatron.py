@@ -27,12 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qla_kernels.arguments import described, flag
 from qla_kernels.conv.shapes import WIDTHS
 from qla_kernels.conv.validate import flattens
-from qla_kernels.errors import need
 from qla_kernels.hybrid import gated_delta_net
-from qla_kernels.sm90 import Reason, tma_readable
+from qla_kernels.runtime.arguments import described, flag
+from qla_kernels.runtime.errors import need
+from qla_kernels.runtime.sm90 import Reason, tma_readable
 
 NAME, HOME = "qla_kernels.integrations.megatron", "megatron.core.ssm.gated_delta_net"
 WRAPPER = "megatron.core.distributed.distributed_data_parallel"

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from qla_kernels.arguments import described
-from qla_kernels.errors import need
 from qla_kernels.integrations.full_attention import text_config
+from qla_kernels.runtime.arguments import described
+from qla_kernels.runtime.errors import need
 
 
 @dataclass(eq=False)

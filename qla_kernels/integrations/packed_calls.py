@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qla_kernels import device
-from qla_kernels.arguments import checks_contents
-from qla_kernels.errors import Unsupported, need
 from qla_kernels.integrations.linear_layers import KEY, PACK
+from qla_kernels.runtime import device
+from qla_kernels.runtime.arguments import checks_contents
+from qla_kernels.runtime.errors import Unsupported, need
 
 CACHES = ("cache", "past_key_values", "cache_params")
 COLLATOR = "DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)"

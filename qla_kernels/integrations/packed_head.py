@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from qla_kernels.dualkv import SharedBatch
-from qla_kernels.errors import Unsupported, need
 from qla_kernels.integrations.full_attention import text_config
+from qla_kernels.runtime.errors import Unsupported, need
 
 OP = "packed_head"
 KEPT = "_qla_kernels_head"  # of a head's module: its PackedHead, which compiled code has seen

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qla_kernels.dualkv import SharedLayout
-from qla_kernels.errors import need
+from qla_kernels.runtime.errors import need
 
 
 def depths(layout: SharedLayout) -> Tensor:

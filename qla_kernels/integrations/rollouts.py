@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from qla_kernels.dualkv import SharedLayout
-from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn import GdnPool, chunk_gated_delta_rule
 from qla_kernels.gdn.anchored.extend import Tokens
 from qla_kernels.gdn.validate import wants_gradients
 from qla_kernels.integrations.linear_layers import refuse_replica
+from qla_kernels.runtime.errors import Unsupported, need
 
 KEY = "qla_layer_call"  # a keyword of layers that pass theirs on to the functions of their module
 OP = "a gated-delta-net layer with batch_invariant=True"

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from qla_kernels.errors import need
+from qla_kernels.runtime.errors import need
 
 OP = "router_loss"
 

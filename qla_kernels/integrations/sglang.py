@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qla_kernels.arguments import switched_on
-from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn import (
     fused_recurrent_gated_delta_rule,
     packed_decode_gated_delta_rule,
@@ -26,6 +24,8 @@ from qla_kernels.gdn import (
     verify_gated_delta_rule,
 )
 from qla_kernels.integrations.engines import log, say_ran, unknown_version
+from qla_kernels.runtime.arguments import switched_on
+from qla_kernels.runtime.errors import Unsupported, need
 
 CHOICE = "qla"
 LINEAR = "sglang.srt.layers.attention.linear"

@@ -35,10 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from qla_kernels import device
-from qla_kernels.arguments import flag
 from qla_kernels.dualkv import SharedLayout
-from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from qla_kernels.gdn.keywords import is_invariant
 from qla_kernels.gdn.validate import refusal
@@ -58,7 +55,10 @@ from qla_kernels.integrations.linear_layers import (
 )
 from qla_kernels.integrations.our_calls import expect_module
 from qla_kernels.integrations.rollouts import LayerCall
-from qla_kernels.sm90 import require
+from qla_kernels.runtime import device
+from qla_kernels.runtime.arguments import flag
+from qla_kernels.runtime.errors import Unsupported, need
+from qla_kernels.runtime.sm90 import require
 
 # Layers call these functions. A torch convolution returns q, k and v with a last stride other than
 # 1, so they are copied if needed. They have names in this module so that layers can be pickled.

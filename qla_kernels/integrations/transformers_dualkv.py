@@ -22,9 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qla_kernels.arguments import checks_contents
 from qla_kernels.dualkv import SharedLayout, shared_prefix_attention
-from qla_kernels.errors import Unsupported, need
 from qla_kernels.integrations.full_attention import (
     LINEAR,
     anything_else,
@@ -38,6 +36,8 @@ from qla_kernels.integrations.positions import check_positions
 from qla_kernels.integrations.routers import router_loss
 from qla_kernels.integrations.transformers import beside_layers_that_take_layouts, swap
 from qla_kernels.integrations.transformers import layers_that_take_layouts as linear_layers
+from qla_kernels.runtime.arguments import checks_contents
+from qla_kernels.runtime.errors import Unsupported, need
 
 __all__ = ["attend", "check", "prepare", "register", "router_loss", "select"]
 

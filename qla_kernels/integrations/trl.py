@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from qla_kernels.dualkv import PaddedGroup, SharedBatch, pack_padded, padded_groups
-from qla_kernels.errors import Unsupported, need
 from qla_kernels.integrations import transformers_dualkv
 from qla_kernels.integrations.full_attention import text_config
 from qla_kernels.integrations.packed_head import packed_head
 from qla_kernels.integrations.routers import router_loss
+from qla_kernels.runtime.errors import Unsupported, need
 
 OP, NAME = "shared_prefix_trainer", "shared_prefix"
 METHOD, SHUFFLE = "_get_per_token_logps_and_entropies", "shuffle_sequence_dict"

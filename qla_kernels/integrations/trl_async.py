@@ -18,10 +18,10 @@ from typing import Any
 from torch import nn
 
 from qla_kernels.dualkv import SharedLayout
-from qla_kernels.errors import Unsupported, need
 from qla_kernels.integrations import transformers_dualkv
 from qla_kernels.integrations.full_attention import LINEAR, layer_kinds, text_config
 from qla_kernels.integrations.trl import NAME, bare, exchanged, log_gain
+from qla_kernels.runtime.errors import Unsupported, need
 
 OP, RELEASE = "shared_prefix_async_trainer", "1.16."
 HOME = "trl.experimental.async_grpo.async_grpo_trainer"

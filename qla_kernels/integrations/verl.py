@@ -26,11 +26,11 @@ from torch import Tensor
 
 from qla_kernels import SharedBatch, pack_prefix_tree, plan_microbatches
 from qla_kernels.dualkv import PaddedGroup
-from qla_kernels.errors import Unsupported, need
 from qla_kernels.integrations import transformers_dualkv
 from qla_kernels.integrations.packed_head import packed_head
 from qla_kernels.integrations.trl import bare, exchanged, log, log_gain
 from qla_kernels.integrations.verl_trainers import patch_trainers
+from qla_kernels.runtime.errors import Unsupported, need
 
 OP = "qla_kernels.integrations.verl"
 HOME, RELEASES = "verl.workers.engine.fsdp.transformer_impl", "veRL 0.9.1"

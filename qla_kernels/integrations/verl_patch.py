@@ -5,8 +5,8 @@
 Every worker then calls `integrations.verl.patch()` before it builds its model.
 """
 
-from qla_kernels.errors import Unsupported
 from qla_kernels.integrations.verl import patch
+from qla_kernels.runtime.errors import Unsupported
 
 try:
     patch()

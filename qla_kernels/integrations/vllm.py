@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qla_kernels.arguments import switched_on
-from qla_kernels.errors import Unsupported
 from qla_kernels.gdn import (
     packed_decode_gated_delta_rule,
     prefill_gated_delta_rule,
@@ -25,6 +23,8 @@ from qla_kernels.gdn import (
 from qla_kernels.hybrid.step import decode_gated_delta_net
 from qla_kernels.integrations.engines import log, say_ran, unknown_version
 from qla_kernels.integrations.vllm_checks import refused, say_mixed
+from qla_kernels.runtime.arguments import switched_on
+from qla_kernels.runtime.errors import Unsupported
 
 NAME = "qla_kernels"
 LAYER = "QwenGatedDeltaNetAttention"

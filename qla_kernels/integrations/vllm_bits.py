@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn import GdnPool, refusal
 from qla_kernels.gdn.anchored.pages import Page
 from qla_kernels.gdn.shapes import KEY_ROOMS
 from qla_kernels.integrations import vllm as plain
 from qla_kernels.integrations.engines import log, say_ran
+from qla_kernels.runtime.errors import Unsupported, need
 
 NAME = "QLA_BATCH_INVARIANT=1 in vLLM"
 SPECS = "get_mamba_specs_from_config"  # what vLLM asks a class of models for the sizes of pages

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from qla_kernels import device
 from qla_kernels.gdn import prefill_refusal
 from qla_kernels.integrations.engines import log
-from qla_kernels.sm90 import CAPABILITY
+from qla_kernels.runtime import device
+from qla_kernels.runtime.sm90 import CAPABILITY
 
 
 def refused(layer: Any) -> str | None:

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from qla_kernels.norm.autograd import normalise
 from qla_kernels.norm.validate import OP, check_options, check_packed, check_tensors, refusal
-from qla_kernels.sm90 import require
+from qla_kernels.runtime.sm90 import require
 
 
 def gated_rms_norm(

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels.derivatives import refuse_second_derivative
 from qla_kernels.norm import ops
 from qla_kernels.norm.validate import OP
+from qla_kernels.runtime.derivatives import refuse_second_derivative
 
 
 def normalise(

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from qla_kernels.cpu import reference
 from qla_kernels.norm.ops import NormBackward
+from qla_kernels.runtime.cpu import reference
 
 
 @torch.no_grad()

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels import device, jit
 from qla_kernels.norm.heuristics import columns_of, num_blocks
 from qla_kernels.norm.kernels import bwd as bwd_kernel
 from qla_kernels.norm.kernels import fwd as fwd_kernel
@@ -19,7 +18,8 @@ from qla_kernels.norm.kernels import weight_sums as weight_sums_kernel
 from qla_kernels.norm.ops import NormBackward
 from qla_kernels.norm.shapes import DTYPES, PIECE
 from qla_kernels.norm.validate import OP, flattens
-from qla_kernels.sm90 import dtype_name, readable, require_aligned
+from qla_kernels.runtime import device, jit
+from qla_kernels.runtime.sm90 import dtype_name, readable, require_aligned
 
 _PLACES = {getattr(torch, name): place for place, name in enumerate(DTYPES)}
 

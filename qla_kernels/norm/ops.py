@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels.operators import define_direct
-from qla_kernels.programs import Programs
+from qla_kernels.runtime.operators import define_direct
+from qla_kernels.runtime.programs import Programs
 
 SCHEMAS = {
     "gated_norm_fwd": """(

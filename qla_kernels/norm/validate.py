@@ -7,11 +7,11 @@ refusal      returns the text of an Unsupported if this version cannot run a wel
 import torch
 from torch import Tensor
 
-from qla_kernels import device
-from qla_kernels.derivatives import refuse_forward_mode
-from qla_kernels.errors import need
 from qla_kernels.norm.shapes import COLUMNS, PIECE
-from qla_kernels.sm90 import (
+from qla_kernels.runtime import device
+from qla_kernels.runtime.derivatives import refuse_forward_mode
+from qla_kernels.runtime.errors import need
+from qla_kernels.runtime.sm90 import (
     CAPABILITY,
     DTYPES,
     Reason,

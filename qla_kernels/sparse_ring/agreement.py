@@ -31,8 +31,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qla_kernels.errors import need
-from qla_kernels.ranks import RankError, expect_equal, lost_ranks_explained
+from qla_kernels.runtime.errors import need
+from qla_kernels.runtime.ranks import RankError, expect_equal, lost_ranks_explained
 
 GROUPS = "RingGroups"
 KNOWN = 1024  # facts whose digests are kept: the oldest are compared again, on every rank alike

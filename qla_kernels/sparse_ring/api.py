@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qla_kernels.arguments import checks_contents, flag
-from qla_kernels.derivatives import refuse_forward_mode
-from qla_kernels.sm90 import require
+from qla_kernels.runtime.arguments import checks_contents, flag
+from qla_kernels.runtime.derivatives import refuse_forward_mode
+from qla_kernels.runtime.sm90 import require
 from qla_kernels.sparse_ring import ops
 from qla_kernels.sparse_ring.agreement import ends_a_graph
 from qla_kernels.sparse_ring.autograd import Distributed, SparseAttention

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels.derivatives import refuse_second_derivative
+from qla_kernels.runtime.derivatives import refuse_second_derivative
 from qla_kernels.sparse_ring import ops, ring
 from qla_kernels.sparse_ring.layouts import Layout
 from qla_kernels.sparse_ring.route import Batch, Route

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from qla_kernels.arguments import described, flag, integer, number
-from qla_kernels.errors import need
+from qla_kernels.runtime.arguments import described, flag, integer, number
+from qla_kernels.runtime.errors import need
 from qla_kernels.sparse_ring.index import VSIndex
 from qla_kernels.sparse_ring.layouts import Layout
 from qla_kernels.sparse_ring.shapes import BLOCK

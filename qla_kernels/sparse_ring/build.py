@@ -14,8 +14,8 @@ of ranks and not with another. Within one call all ranks choose the same lines.
 import torch
 from torch import Tensor
 
-from qla_kernels import device
-from qla_kernels.device_tables import kept
+from qla_kernels.runtime import device
+from qla_kernels.runtime.device_tables import kept
 from qla_kernels.sparse_ring.groups import ALONE, RankRing
 from qla_kernels.sparse_ring.index import VSIndex, known_index
 from qla_kernels.sparse_ring.layouts import Layout

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels.arguments import checks_contents, flag
-from qla_kernels.derivatives import refuse_forward_mode
-from qla_kernels.errors import Unsupported
+from qla_kernels.runtime.arguments import checks_contents, flag
+from qla_kernels.runtime.derivatives import refuse_forward_mode
+from qla_kernels.runtime.errors import Unsupported
 from qla_kernels.sparse_ring.agreement import tensor_facts
 from qla_kernels.sparse_ring.groups import RingGroups
 from qla_kernels.sparse_ring.index import VSIndex

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qla_kernels.errors import need
+from qla_kernels.runtime.errors import need
 from qla_kernels.sparse_ring.agreement import GROUPS, Agreement, RingError, as_ring_error
 
 __all__ = ["ALONE", "Pending", "RankRing", "RingError", "RingGroups", "Swap"]

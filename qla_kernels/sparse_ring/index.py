@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels.errors import need
+from qla_kernels.runtime.errors import need
 from qla_kernels.sparse_ring.patterns import Dense, FixedVerticalSlash, Lines
 from qla_kernels.sparse_ring.plan import diagonals, pack
 from qla_kernels.sparse_ring.shapes import BLOCK, WORD

@@ -6,8 +6,8 @@ The functions compute the same as those of cpu.py. The host reads nothing back f
 import torch
 from torch import Tensor
 
-from qla_kernels import device, jit
-from qla_kernels.sm90 import dtype_name, require_aligned
+from qla_kernels.runtime import device, jit
+from qla_kernels.runtime.sm90 import dtype_name, require_aligned
 from qla_kernels.sparse_ring.kernels import diagonals as diagonals_kernel
 from qla_kernels.sparse_ring.kernels import fwd as fwd_kernel
 from qla_kernels.sparse_ring.kernels import gather_columns as compact_kernel

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from qla_kernels import device, jit
 from qla_kernels.attn.kernels.delta import DELTA, LSE2
 from qla_kernels.attn.launch import row_stats
-from qla_kernels.sm90 import dtype_name
+from qla_kernels.runtime import device, jit
+from qla_kernels.runtime.sm90 import dtype_name
 from qla_kernels.sparse_ring.kernels import bwd_dkv as dkv_kernel
 from qla_kernels.sparse_ring.kernels import bwd_dkv_columns as columns_kernel
 from qla_kernels.sparse_ring.kernels import bwd_dq as dq_kernel

@@ -6,8 +6,8 @@ Keys may be strided. The host reads nothing back from the device.
 import torch
 from torch import Tensor
 
-from qla_kernels import device, jit
-from qla_kernels.sm90 import dtype_name
+from qla_kernels.runtime import device, jit
+from qla_kernels.runtime.sm90 import dtype_name
 from qla_kernels.sparse_ring.index import VSIndex
 from qla_kernels.sparse_ring.kernels import keep_best_columns as cut_kernel
 from qla_kernels.sparse_ring.kernels import mark_candidates as mark_kernel

@@ -10,9 +10,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from qla_kernels.arguments import integer
-from qla_kernels.errors import need
-from qla_kernels.sm90 import expect_tensors
+from qla_kernels.runtime.arguments import integer
+from qla_kernels.runtime.errors import need
+from qla_kernels.runtime.sm90 import expect_tensors
 from qla_kernels.sparse_ring.agreement import ends_a_graph, tensor_facts
 from qla_kernels.sparse_ring.groups import RingGroups
 from qla_kernels.sparse_ring.shapes import BLOCK, TILE

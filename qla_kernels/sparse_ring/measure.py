@@ -33,7 +33,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qla_kernels.errors import need
+from qla_kernels.runtime.errors import need
 from qla_kernels.sparse_ring.api import build_index
 from qla_kernels.sparse_ring.index import VSIndex
 from qla_kernels.sparse_ring.mask_options import add_mask_options, mask

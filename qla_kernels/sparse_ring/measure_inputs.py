@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qla_kernels.errors import need
+from qla_kernels.runtime.errors import need
 from qla_kernels.sparse_ring.patterns import Dense
 from qla_kernels.sparse_ring.shapes import BLOCK, TILE
 

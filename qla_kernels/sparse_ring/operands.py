@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from qla_kernels.device_tables import kept, numbers
-from qla_kernels.errors import Unsupported, need
+from qla_kernels.runtime.device_tables import kept, numbers
+from qla_kernels.runtime.errors import Unsupported, need
 from qla_kernels.sparse_ring.layouts import Layout
 from qla_kernels.sparse_ring.plan import Visit
 from qla_kernels.sparse_ring.shapes import BLOCK, TILE

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from qla_kernels.arguments import described
-from qla_kernels.errors import need
+from qla_kernels.runtime.arguments import described
+from qla_kernels.runtime.errors import need
 
 MAX_COLUMNS = 16384  # upper limit of VerticalSlash.max_v, columns of one head
 LARGEST = 2**30  # upper limit of numbers that kernels get as int32

@@ -9,10 +9,10 @@ They look at shapes, dtypes, strides and settings, not at the contents of q, k a
 import torch
 from torch import Tensor
 
-from qla_kernels import device
-from qla_kernels.arguments import integer, number
-from qla_kernels.errors import need
-from qla_kernels.sm90 import (
+from qla_kernels.runtime import device
+from qla_kernels.runtime.arguments import integer, number
+from qla_kernels.runtime.errors import need
+from qla_kernels.runtime.sm90 import (
     Reason,
     dtype_name,
     refused_device,

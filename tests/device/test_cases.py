@@ -1,12 +1,12 @@
-"""The cases of every kernel (qla_kernels/selftest) on a GPU: every variant, large inputs, too."""
+"""The cases of every kernel (qla_kernels/lab/selftest) on a GPU: every variant, large inputs, too."""
 
 from typing import Any
 
 import pytest
 
-from qla_kernels import jit
-from qla_kernels.selftest import CASES
-from qla_kernels.selftest.cases import Cases
+from qla_kernels.lab.selftest import CASES
+from qla_kernels.lab.selftest.cases import Cases
+from qla_kernels.runtime import jit
 
 pytestmark = pytest.mark.hopper
 

@@ -8,13 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from qla_kernels import (
-    causal_conv1d_update,
-    decode_gated_delta_net,
-    packed_decode_gated_delta_rule,
-)
-from qla_kernels.selftest import gdn_step
-from qla_kernels.selftest.gdn_recurrent import STATE
+from qla_kernels import causal_conv1d_update, decode_gated_delta_net, packed_decode_gated_delta_rule
+from qla_kernels.lab.selftest import gdn_step
+from qla_kernels.lab.selftest.gdn_recurrent import STATE
 from tests.compare import assert_close
 
 pytestmark = pytest.mark.hopper

@@ -11,8 +11,8 @@ from qla_kernels import SharedLayout, shared_prefix_attention
 from qla_kernels.dualkv import ops
 from qla_kernels.dualkv.ops import SharedBackward
 from qla_kernels.dualkv.shapes import HEAD_SIZES
-from qla_kernels.selftest.dualkv_backward import Upstream, check, exact, upstream
-from qla_kernels.selftest.dualkv_forward import FOREST, SharedCall, call, wanted
+from qla_kernels.lab.selftest.dualkv_backward import Upstream, check, exact, upstream
+from qla_kernels.lab.selftest.dualkv_forward import FOREST, SharedCall, call, wanted
 from tests.compare import assert_close
 from tests.dualkv_inputs import grown
 

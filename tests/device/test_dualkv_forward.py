@@ -6,16 +6,11 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from qla_kernels import (
-    SharedLayout,
-    Unsupported,
-    pack_shared_prompts,
-    shared_prefix_attention,
-)
+from qla_kernels import SharedLayout, Unsupported, pack_shared_prompts, shared_prefix_attention
 from qla_kernels.dualkv import ops
 from qla_kernels.dualkv.ops import SharedForward
 from qla_kernels.dualkv.shapes import HEAD_SIZES
-from qla_kernels.selftest.dualkv_forward import FOREST, LIMITS, SharedCall, call, check, wanted
+from qla_kernels.lab.selftest.dualkv_forward import FOREST, LIMITS, SharedCall, call, check, wanted
 from tests.compare import assert_close
 from tests.dualkv_inputs import folded, grown
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from qla_kernels.selftest import gdn_chunks
-from qla_kernels.selftest.gdn_inputs import inputs
+from qla_kernels.lab.selftest import gdn_chunks
+from qla_kernels.lab.selftest.gdn_inputs import inputs
 
 pytestmark = pytest.mark.hopper
 

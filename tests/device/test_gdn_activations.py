@@ -6,7 +6,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from qla_kernels import chunk_gated_delta_rule
-from qla_kernels.selftest.gdn_activations import (
+from qla_kernels.lab.selftest.gdn_activations import (
     MIXES,
     gradients,
     raw,

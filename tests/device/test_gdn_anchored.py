@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qla_kernels import chunk_gated_delta_rule
 from qla_kernels.gdn import GdnPool
-from qla_kernels.sm90 import readable
+from qla_kernels.runtime.sm90 import readable
 from tests.gdn_calls import Call, call
 
 pytestmark = pytest.mark.hopper

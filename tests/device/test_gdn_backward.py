@@ -16,8 +16,8 @@ from qla_kernels import (
     chunk_gated_delta_rule_fwd,
 )
 from qla_kernels.gdn.ops import GdnBackward
-from qla_kernels.selftest.gdn_backward import check
-from qla_kernels.selftest.gdn_inputs import gates, keys
+from qla_kernels.lab.selftest.gdn_backward import check
+from qla_kernels.lab.selftest.gdn_inputs import gates, keys
 from reference import gdn
 from tests.compare import assert_close, relative_l2
 from tests.gdn_calls import DIFFERENTIABLE, Call, on_gpu

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from qla_kernels.gdn.plan import WARM_LOG_BOUND
-from qla_kernels.selftest.gdn_backward import check as check_gradients
-from qla_kernels.selftest.gdn_forward import check as check_output
+from qla_kernels.lab.selftest.gdn_backward import check as check_gradients
+from qla_kernels.lab.selftest.gdn_forward import check as check_output
 from tests import gdn_shard_gpu_batches as batches
 from tests.gdn_calls import on_gpu
 from tests.gdn_shard_gpus import LIMIT, WORLD

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from qla_kernels import Unsupported, chunk_gated_delta_rule, chunk_gated_delta_rule_fwd
-from qla_kernels.selftest import gdn_chunks
-from qla_kernels.selftest.gdn_forward import check, check_saved
-from qla_kernels.selftest.gdn_inputs import ChunkInputs, gates, keys
+from qla_kernels.lab.selftest import gdn_chunks
+from qla_kernels.lab.selftest.gdn_forward import check, check_saved
+from qla_kernels.lab.selftest.gdn_inputs import ChunkInputs, gates, keys
 from tests.compare import assert_close
 from tests.gdn_calls import Call, on_gpu
 

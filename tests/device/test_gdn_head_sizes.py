@@ -12,8 +12,8 @@ from qla_kernels import (
     prefill_gated_delta_rule,
 )
 from qla_kernels.gdn import chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
-from qla_kernels.selftest import gdn_forward, gdn_prefill, gdn_recurrent, gdn_verify
-from qla_kernels.selftest.gdn_backward import check as check_gradients
+from qla_kernels.lab.selftest import gdn_forward, gdn_prefill, gdn_recurrent, gdn_verify
+from qla_kernels.lab.selftest.gdn_backward import check as check_gradients
 from tests.compare import assert_close, relative_l2
 from tests.device.test_gdn_backward import incoming, run, same
 from tests.gdn_calls import Call, on_gpu

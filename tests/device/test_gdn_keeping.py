@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from qla_kernels import chunk_gated_delta_rule, device
+from qla_kernels import chunk_gated_delta_rule
 from qla_kernels.gdn import keeping
 from qla_kernels.gdn.launch.tensors import chunks_of
 from qla_kernels.gdn.plan import WARM_LOG_BOUND
+from qla_kernels.runtime import device
 from tests.compare import assert_close
 from tests.gdn_calls import Call, gradients, leaves, on_gpu
 

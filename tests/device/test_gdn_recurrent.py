@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qla_kernels import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
-from qla_kernels.selftest.gdn_recurrent import check, check_pool, decode, pooled
+from qla_kernels.lab.selftest.gdn_recurrent import check, check_pool, decode, pooled
 from tests.compare import assert_close
 from tests.gdn_calls import Call
 

@@ -12,8 +12,8 @@ from qla_kernels.gdn.launch import chains as launch_chains
 from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.launch import segments
 from qla_kernels.gdn.plan import WARM_LOG_BOUND
-from qla_kernels.selftest.gdn_segment_plan import sequence_chunks_of
-from qla_kernels.selftest.gdn_segments import (
+from qla_kernels.lab.selftest.gdn_segment_plan import sequence_chunks_of
+from qla_kernels.lab.selftest.gdn_segments import (
     GIVEN,
     SOLVING,
     SegmentedCall,
@@ -22,7 +22,7 @@ from qla_kernels.selftest.gdn_segments import (
     run,
     whole,
 )
-from qla_kernels.varlen import chunk_table
+from qla_kernels.runtime.varlen import chunk_table
 from tests.compare import assert_close, relative_l2
 from tests.gdn_calls import gradients, leaves, on_gpu
 

@@ -11,9 +11,9 @@ from qla_kernels import (
     prefill_gated_delta_rule,
     verify_gated_delta_rule,
 )
-from qla_kernels.selftest import gdn_prefill, gdn_verify
-from qla_kernels.selftest.gdn_calls import call
-from qla_kernels.selftest.gdn_recurrent import decode
+from qla_kernels.lab.selftest import gdn_prefill, gdn_verify
+from qla_kernels.lab.selftest.gdn_calls import call
+from qla_kernels.lab.selftest.gdn_recurrent import decode
 from tests.compare import assert_close
 from tests.serving_traffic import Traffic
 

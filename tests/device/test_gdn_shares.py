@@ -9,9 +9,9 @@ from torch import Tensor
 from qla_kernels.gdn.bands import Bands
 from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.plan import Plan
-from qla_kernels.selftest.compare import relative_l2
-from qla_kernels.selftest.gdn_forward import check, forward
-from qla_kernels.selftest.gdn_shares import SHARED, WHOLE, assert_same_bits, both
+from qla_kernels.lab.selftest.compare import relative_l2
+from qla_kernels.lab.selftest.gdn_forward import check, forward
+from qla_kernels.lab.selftest.gdn_shares import SHARED, WHOLE, assert_same_bits, both
 from tests.gdn_calls import Call, on_gpu
 
 pytestmark = pytest.mark.hopper

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from qla_kernels.gdn.ops import GdnBackward
-from qla_kernels.selftest.cases import to
-from qla_kernels.selftest.gdn_backward import backward, check, gradients, saved
-from qla_kernels.selftest.gdn_calls import small
+from qla_kernels.lab.selftest.cases import to
+from qla_kernels.lab.selftest.gdn_backward import backward, check, gradients, saved
+from qla_kernels.lab.selftest.gdn_calls import small
 
 pytestmark = pytest.mark.hopper
 

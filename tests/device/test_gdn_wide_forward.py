@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from qla_kernels.selftest.gdn_calls import Call, small
-from qla_kernels.selftest.gdn_forward import check, check_saved, forward
-from qla_kernels.selftest.gdn_inputs import gates, keys
-from qla_kernels.selftest.gdn_wide_forward import whole_forward
+from qla_kernels.lab.selftest.gdn_calls import Call, small
+from qla_kernels.lab.selftest.gdn_forward import check, check_saved, forward
+from qla_kernels.lab.selftest.gdn_inputs import gates, keys
+from qla_kernels.lab.selftest.gdn_wide_forward import whole_forward
 from tests.gdn_calls import on_gpu
 
 pytestmark = pytest.mark.hopper

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qla_kernels import chunk_gated_delta_rule, programs
+from qla_kernels import chunk_gated_delta_rule
 from qla_kernels.gdn import api, wide_plan
 from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.launch import segments
@@ -16,10 +16,11 @@ from qla_kernels.gdn.launch.tensors import chunk_table
 from qla_kernels.gdn.launch.wide_forward import solve_score
 from qla_kernels.gdn.launch.wide_segments import wide_maps, wide_scan, wide_windows
 from qla_kernels.gdn.plan import WARM_LOG_BOUND
-from qla_kernels.selftest.gdn_calls import Call
-from qla_kernels.selftest.gdn_forward import check, exact
-from qla_kernels.selftest.gdn_segments import SegmentedCall, batch
-from qla_kernels.selftest.gdn_wide_segments import cut_forward
+from qla_kernels.lab.selftest.gdn_calls import Call
+from qla_kernels.lab.selftest.gdn_forward import check, exact
+from qla_kernels.lab.selftest.gdn_segments import SegmentedCall, batch
+from qla_kernels.lab.selftest.gdn_wide_segments import cut_forward
+from qla_kernels.runtime import programs
 from tests.compare import assert_close, relative_l2
 from tests.gdn_calls import gradients, leaves, on_gpu
 

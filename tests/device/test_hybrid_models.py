@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qla_kernels import SharedBatch, gated_delta_net, jit
+from qla_kernels import SharedBatch, gated_delta_net
 from qla_kernels.integrations import mixers
 from qla_kernels.integrations import transformers as swapping
 from qla_kernels.integrations import transformers_dualkv as hook
+from qla_kernels.runtime import jit
 from tests.compare import no_worse
 from tests.tiny_hybrids import KINDS, VOCABULARY, alone, gradients, hybrid, packed, together
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from qla_kernels import fused_recurrent_gated_delta_rule
 from qla_kernels.integrations import fla as integration
-from qla_kernels.selftest.gdn_recurrent import decode
+from qla_kernels.lab.selftest.gdn_recurrent import decode
 from tests.compare import assert_close, no_worse
 from tests.gdn_calls import DIFFERENTIABLE, Call, definition, leaves, on_gpu
 

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from qla_kernels import build, chunk_gated_delta_rule, jit
-from qla_kernels.native import prebuilt
-from qla_kernels.native.launcher import compile_launcher
+from qla_kernels import chunk_gated_delta_rule
+from qla_kernels.lab import build
+from qla_kernels.runtime import jit
+from qla_kernels.runtime.native import prebuilt
+from qla_kernels.runtime.native.launcher import compile_launcher
 from tests.gdn_calls import Call, leaves, on_gpu
 
 pytestmark = [

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from examples import own_kernel, own_row_kernel
-from qla_kernels import jit
-from qla_kernels.selftest.compare import assert_close
+from qla_kernels.lab.selftest.compare import assert_close
+from qla_kernels.runtime import jit
 
 pytestmark = pytest.mark.hopper
 

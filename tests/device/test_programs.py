@@ -17,7 +17,6 @@ from qla_kernels import (
     gated_rms_norm,
     packed_decode_gated_delta_rule,
     prefill_gated_delta_rule,
-    programs,
     shared_prefix_conv1d,
     shared_prefix_gated_delta_rule,
     verify_gated_delta_rule,
@@ -27,7 +26,8 @@ from qla_kernels.gdn import GdnPool, api, autograd
 from qla_kernels.gdn.anchored import pool as anchored
 from qla_kernels.gdn.decode import api as decode
 from qla_kernels.gdn.tree import autograd as tree_autograd
-from qla_kernels.native import prebuilt
+from qla_kernels.runtime import programs
+from qla_kernels.runtime.native import prebuilt
 from qla_kernels.sparse_ring import FixedVerticalSlash, sparse_attention
 
 pytestmark = [

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qla_kernels.selftest.sparse_ring_backward import backward, case, check
+from qla_kernels.lab.selftest.sparse_ring_backward import backward, case, check
 from qla_kernels.sparse_ring import StripedLayout, launch_backward
 from qla_kernels.sparse_ring.index import known_index
 from qla_kernels.sparse_ring.patterns import FixedVerticalSlash

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qla_kernels.selftest.sparse_ring_forward import (
+from qla_kernels.lab.selftest.sparse_ring_forward import (
     ALONE,
     AttentionCall,
     check,

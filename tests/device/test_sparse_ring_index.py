@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qla_kernels.selftest.sparse_ring_index import (
+from qla_kernels.lab.selftest.sparse_ring_index import (
     ONE,
     check_window,
     window,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qla_kernels.device_tables import numbers
+from qla_kernels.runtime.device_tables import numbers
 from qla_kernels.sparse_ring import VerticalSlash, sparse_attention
 
 pytestmark = pytest.mark.hopper

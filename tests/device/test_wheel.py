@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from qla_kernels import jit
-from qla_kernels.native import prebuilt
+from qla_kernels.runtime import jit
+from qla_kernels.runtime.native import prebuilt
 from tests.limits import HANG
 from tests.readme import ROOT
 
@@ -24,7 +24,8 @@ pytestmark = [
 
 SELFTEST = """
 import sys; sys.modules.update(tilelang=None, tvm=None, tvm_ffi=None)
-from qla_kernels import jit, selftest
+from qla_kernels.lab import selftest
+from qla_kernels.runtime import jit
 assert selftest.__file__.startswith(sys.argv[1]), selftest.__file__
 results = selftest.run()
 print(*results, sep="\\n")

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from qla_kernels import device, jit
 from qla_kernels.conv import launch as launch_conv
 from qla_kernels.conv import update as conv_update
-from qla_kernels.emulator import EmulatedKernel, case
-from qla_kernels.errors import need
 from qla_kernels.gdn.decode import api as decode
 from qla_kernels.gdn.decode import launch as launch_decode
 from qla_kernels.gdn.decode import packed, verify
 from qla_kernels.gdn.prefill import api as prefill
 from qla_kernels.gdn.prefill import launch as launch_prefill
 from qla_kernels.hybrid import step
+from qla_kernels.lab.emulator import EmulatedKernel, case
+from qla_kernels.runtime import device, jit
+from qla_kernels.runtime.errors import need
 from qla_kernels.sparse_ring import launch as launch_sparse_ring
 from qla_kernels.sparse_ring import shard
 from tests import launched, lowered

@@ -13,8 +13,8 @@ from torch import Tensor
 from qla_kernels.dualkv import launch as dualkv_launch
 from qla_kernels.dualkv import tables as dualkv_tables
 from qla_kernels.dualkv.tables import Tables
-from qla_kernels.selftest import sparse_ring_backward, sparse_ring_forward
-from qla_kernels.selftest.dualkv_forward import SharedCall, call
+from qla_kernels.lab.selftest import sparse_ring_backward, sparse_ring_forward
+from qla_kernels.lab.selftest.dualkv_forward import SharedCall, call
 from qla_kernels.sparse_ring import (
     ContiguousLayout,
     StripedLayout,

@@ -1,13 +1,13 @@
-"""The cases of every kernel (qla_kernels/selftest), emulated."""
+"""The cases of every kernel (qla_kernels/lab/selftest), emulated."""
 
 from collections.abc import Container
 from typing import Any
 
 import pytest
 
-from qla_kernels import jit
-from qla_kernels.selftest import CASES, cases_of
-from qla_kernels.selftest.cases import Cases
+from qla_kernels.lab.selftest import CASES, cases_of
+from qla_kernels.lab.selftest.cases import Cases
+from qla_kernels.runtime import jit
 
 pytestmark = pytest.mark.usefixtures("poison", "by_kernels")
 

@@ -5,10 +5,10 @@ import functools
 import pytest
 import torch
 
-from qla_kernels import jit
 from qla_kernels.conv import launch
 from qla_kernels.conv.kernels import fwd, join_parts, weight_sums
 from qla_kernels.hybrid.conv_tables import tree_tables
+from qla_kernels.runtime import jit
 from tests.compare import FP32, assert_close
 from tests.conv_check import ROUNDING, case, check, check_in_sections, check_repeats
 from tests.conv_inputs import FORESTS, LENGTHS

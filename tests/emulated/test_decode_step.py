@@ -5,7 +5,7 @@ import torch
 
 from qla_kernels import Unsupported, causal_conv1d_update, decode_gated_delta_net
 from qla_kernels.gdn.launch import tensors
-from qla_kernels.selftest import gdn_step
+from qla_kernels.lab.selftest import gdn_step
 from reference import conv
 from tests.compare import assert_close
 

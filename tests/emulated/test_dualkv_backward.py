@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from qla_kernels import SharedLayout
-from qla_kernels.selftest.dualkv_backward import backward, check, upstream
-from qla_kernels.selftest.dualkv_forward import FOREST, SharedCall, call
+from qla_kernels.lab.selftest.dualkv_backward import backward, check, upstream
+from qla_kernels.lab.selftest.dualkv_forward import FOREST, SharedCall, call
 from tests.compare import assert_close
 
 pytestmark = pytest.mark.usefixtures("seeds", "poison")

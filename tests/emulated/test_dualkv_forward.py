@@ -7,7 +7,7 @@ from qla_kernels import SharedLayout
 from qla_kernels.dualkv import launch
 from qla_kernels.dualkv.shapes import NODE, OWN_TILES, TOK0
 from qla_kernels.dualkv.tables import Tables
-from qla_kernels.selftest.dualkv_forward import FOREST, SharedCall, call, check
+from qla_kernels.lab.selftest.dualkv_forward import FOREST, SharedCall, call, check
 
 pytestmark = pytest.mark.usefixtures("seeds", "poison")
 

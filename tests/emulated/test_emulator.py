@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qla_kernels.emulator import EmulatedKernel, EmulationError
+from qla_kernels.lab.emulator import EmulatedKernel, EmulationError
 from tests.compare import assert_close
 from tests.emulated import inline_samples, row_samples, samples
 from tests.emulated import sample_cases as cases

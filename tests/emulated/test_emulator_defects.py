@@ -8,7 +8,7 @@ import tilelang
 import torch
 from torch import Tensor
 
-from qla_kernels.emulator import EmulatedKernel, EmulationError, UnknownCodeError
+from qla_kernels.lab.emulator import EmulatedKernel, EmulationError, UnknownCodeError
 from tests.compare import relative_l2
 from tests.emulated import inline_samples, row_samples, samples
 from tests.emulated import sample_cases as cases
@@ -409,7 +409,11 @@ def test_unknown_functions_are_named() -> None:
     source = "__device__ void f(float* x) { tl::warp_dance(x); *x = __sinpif(*x); }"
     with pytest.raises(UnknownCodeError) as error:
         EmulatedKernel(inline_samples.calling(source, "f"))
-    for part in ("tl::warp_dance; __sinpif", tilelang.__version__, "qla_kernels/emulator/device"):
+    for part in (
+        "tl::warp_dance; __sinpif",
+        tilelang.__version__,
+        "qla_kernels/lab/emulator/device",
+    ):
         assert part in str(error.value)
 
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from qla_kernels import jit
 from qla_kernels.gdn.kernels import kkt_solve as kernel
 from qla_kernels.gdn.launch import chunks
-from qla_kernels.selftest import gdn_chunks
-from qla_kernels.selftest.gdn_inputs import ChunkInputs, inputs
-from qla_kernels.varlen import chunk_table
+from qla_kernels.lab.selftest import gdn_chunks
+from qla_kernels.lab.selftest.gdn_inputs import ChunkInputs, inputs
+from qla_kernels.runtime import jit
+from qla_kernels.runtime.varlen import chunk_table
 
 pytestmark = pytest.mark.usefixtures("seeds")
 

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from qla_kernels import jit
 from qla_kernels.gdn.kernels import gate_sums
 from qla_kernels.gdn.launch import activations
-from qla_kernels.selftest.gdn_activations import (
+from qla_kernels.lab.selftest.gdn_activations import (
     EXACT,
     MIXES,
     check_backward,
@@ -14,6 +13,7 @@ from qla_kernels.selftest.gdn_activations import (
     gradients,
     raw,
 )
+from qla_kernels.runtime import jit
 from tests.compare import assert_close
 
 pytestmark = pytest.mark.usefixtures("seeds", "poison")

@@ -9,8 +9,8 @@ from qla_kernels.gdn.anchored import pool as anchored
 from qla_kernels.gdn.anchored.pages import Page
 from qla_kernels.gdn.launch.chunks import l2norm_fwd
 from qla_kernels.gdn.launch.forward import gdn_fwd
-from qla_kernels.selftest.gdn_anchored import STEPS, Step, Tails, run, step
-from qla_kernels.selftest.gdn_calls import call, records
+from qla_kernels.lab.selftest.gdn_anchored import STEPS, Step, Tails, run, step
+from qla_kernels.lab.selftest.gdn_calls import call, records
 from qla_kernels.tile.constants import CHUNK
 
 pytestmark = pytest.mark.usefixtures("seeds", "poison")

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from qla_kernels import jit
 from qla_kernels.gdn.launch import backward as launch_backward
 from qla_kernels.gdn.ops import GdnBackward
-from qla_kernels.selftest.gdn_backward import SavedTensors, backward, check, gradients, saved
-from qla_kernels.selftest.gdn_calls import small
-from qla_kernels.selftest.gdn_inputs import gates, keys
+from qla_kernels.lab.selftest.gdn_backward import SavedTensors, backward, check, gradients, saved
+from qla_kernels.lab.selftest.gdn_calls import small
+from qla_kernels.lab.selftest.gdn_inputs import gates, keys
+from qla_kernels.runtime import jit
 from reference import gdn
 from tests.compare import assert_close
 

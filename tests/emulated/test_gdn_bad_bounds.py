@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from qla_kernels import device, jit
 from qla_kernels.gdn.kernels.chain import shares as columns
 from qla_kernels.gdn.launch import segments, shares, tensors
-from qla_kernels.varlen import capacity
+from qla_kernels.runtime import device, jit
+from qla_kernels.runtime.varlen import capacity
 from tests.emulated.conftest import emulated
 from tests.gdn_bad_bounds_check import (
     BOUNDS,

@@ -4,12 +4,12 @@ import pytest
 import torch
 from einops import rearrange
 
-from qla_kernels import jit
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.launch import chains
 from qla_kernels.gdn.shapes import key_room
-from qla_kernels.selftest.gdn_chains import Chains, case, check, prepared, run
-from qla_kernels.varlen import chunk_table
+from qla_kernels.lab.selftest.gdn_chains import Chains, case, check, prepared, run
+from qla_kernels.runtime import jit
+from qla_kernels.runtime.varlen import chunk_table
 
 pytestmark = pytest.mark.usefixtures("seeds")
 

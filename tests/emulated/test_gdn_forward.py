@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from qla_kernels import jit
 from qla_kernels.gdn import heuristics, plan
 from qla_kernels.gdn.launch import activations
-from qla_kernels.selftest.gdn_calls import small
-from qla_kernels.selftest.gdn_forward import check, forward
-from qla_kernels.selftest.gdn_inputs import gates, keys
+from qla_kernels.lab.selftest.gdn_calls import small
+from qla_kernels.lab.selftest.gdn_forward import check, forward
+from qla_kernels.lab.selftest.gdn_inputs import gates, keys
+from qla_kernels.runtime import jit
 
 pytestmark = pytest.mark.usefixtures("seeds")
 

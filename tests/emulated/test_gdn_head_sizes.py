@@ -11,7 +11,7 @@ from qla_kernels.gdn import heuristics, plan
 from qla_kernels.gdn.call import Incoming, SavedForward
 from qla_kernels.gdn.launch import backward as launch_backward
 from qla_kernels.gdn.launch import segments
-from qla_kernels.selftest import (
+from qla_kernels.lab.selftest import (
     gdn_anchored,
     gdn_backward,
     gdn_forward,
@@ -19,7 +19,7 @@ from qla_kernels.selftest import (
     gdn_recurrent,
     gdn_verify,
 )
-from qla_kernels.selftest.gdn_calls import Call, call, records, small
+from qla_kernels.lab.selftest.gdn_calls import Call, call, records, small
 from tests import gdn_tree_check
 from tests.compare import assert_close
 from tests.emulated.test_gdn_tree import both

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from qla_kernels import jit, prefill_gated_delta_rule
+from qla_kernels import prefill_gated_delta_rule
 from qla_kernels.gdn import heuristics, plan
-from qla_kernels.selftest import gdn_prefill
-from qla_kernels.selftest.gdn_calls import small
-from qla_kernels.selftest.gdn_prefill import in_pool, kept
+from qla_kernels.lab.selftest import gdn_prefill
+from qla_kernels.lab.selftest.gdn_calls import small
+from qla_kernels.lab.selftest.gdn_prefill import in_pool, kept
+from qla_kernels.runtime import jit
 
 pytestmark = pytest.mark.usefixtures("seeds", "poison", "by_kernels")
 

@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from qla_kernels import fused_recurrent_gated_delta_rule, jit
+from qla_kernels import fused_recurrent_gated_delta_rule
 from qla_kernels.gdn.decode import api as recurrent
 from qla_kernels.gdn.decode import launch as launch_recurrent
 from qla_kernels.gdn.launch import activations, backward, tensors
 from qla_kernels.gdn.launch import forward as launch
-from qla_kernels.selftest.gdn_activations import MIXES, gradients, raw
-from qla_kernels.selftest.gdn_recurrent import decode, pooled
+from qla_kernels.lab.selftest.gdn_activations import MIXES, gradients, raw
+from qla_kernels.lab.selftest.gdn_recurrent import decode, pooled
+from qla_kernels.runtime import jit
 
 pytestmark = pytest.mark.usefixtures("seeds", "poison")
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from qla_kernels import Unsupported, fused_recurrent_gated_delta_rule, jit
-from qla_kernels.selftest.gdn_recurrent import ROUNDING, check, check_pool, decode, pooled
+from qla_kernels import Unsupported, fused_recurrent_gated_delta_rule
+from qla_kernels.lab.selftest.gdn_recurrent import ROUNDING, check, check_pool, decode, pooled
+from qla_kernels.runtime import jit
 from tests import gdn_kept_tokens
 from tests.emulated.conftest import emulated
 

@@ -9,8 +9,8 @@ from qla_kernels.gdn.bands import Band, Bands
 from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.launch import segments
 from qla_kernels.gdn.plan import EXACT_LOG_BOUND, WARM_LOG_BOUND, Plan
-from qla_kernels.selftest.gdn_segment_plan import sequence_chunks_of
-from qla_kernels.selftest.gdn_segments import (
+from qla_kernels.lab.selftest.gdn_segment_plan import sequence_chunks_of
+from qla_kernels.lab.selftest.gdn_segments import (
     FP32,
     GIVEN,
     NEVER,

@@ -8,10 +8,10 @@ from qla_kernels.gdn.call import Incoming, SavedForward
 from qla_kernels.gdn.launch import backward, segments
 from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.plan import WARM_LOG_BOUND
-from qla_kernels.selftest.gdn_backward import check as check_gradients
-from qla_kernels.selftest.gdn_chains import case
-from qla_kernels.selftest.gdn_segments import GIVEN, NEVER, SOLVING
-from qla_kernels.selftest.gdn_segments_backward import check, end_gradients, run
+from qla_kernels.lab.selftest.gdn_backward import check as check_gradients
+from qla_kernels.lab.selftest.gdn_chains import case
+from qla_kernels.lab.selftest.gdn_segments import GIVEN, NEVER, SOLVING
+from qla_kernels.lab.selftest.gdn_segments_backward import check, end_gradients, run
 from tests.gdn_calls import call, records
 
 pytestmark = [pytest.mark.usefixtures("seeds"), pytest.mark.usefixtures("poison")]

@@ -11,8 +11,8 @@ from qla_kernels.gdn.plan import WARM_LOG_BOUND, Plan
 from qla_kernels.gdn.sharded import exchange
 from qla_kernels.gdn.sharded import launch as launch_shards
 from qla_kernels.gdn.sharded.ops import ShardPlace
-from qla_kernels.selftest.gdn_backward import check as check_gradients
-from qla_kernels.selftest.gdn_forward import check as check_output
+from qla_kernels.lab.selftest.gdn_backward import check as check_gradients
+from qla_kernels.lab.selftest.gdn_forward import check as check_output
 from tests.gdn_calls import call, records
 from tests.gdn_shards_check import run
 

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 import qla_kernels.tile.language as T
-from qla_kernels import device, jit
-from qla_kernels.emulator import EmulatedKernel
 from qla_kernels.gdn import bands, heuristics, plan
 from qla_kernels.gdn.bands import Band, Bands
 from qla_kernels.gdn.kernels import fused_fwd
 from qla_kernels.gdn.kernels.chain import forward as chain_forward
-from qla_kernels.selftest.gdn_calls import small
-from qla_kernels.selftest.gdn_forward import check, check_saved, forward
-from qla_kernels.selftest.gdn_shares import KERNEL, SHARED, assert_same_bits, both
+from qla_kernels.lab.emulator import EmulatedKernel
+from qla_kernels.lab.selftest.gdn_calls import small
+from qla_kernels.lab.selftest.gdn_forward import check, check_saved, forward
+from qla_kernels.lab.selftest.gdn_shares import KERNEL, SHARED, assert_same_bits, both
+from qla_kernels.runtime import device, jit
 
 pytestmark = [
     pytest.mark.usefixtures("seeds", "poison"), pytest.mark.kernels("gdn.share_table"),

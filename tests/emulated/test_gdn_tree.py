@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from qla_kernels import jit
 from qla_kernels.gdn import plan as gdn_plan
 from qla_kernels.gdn.heuristics import ForwardChoice
 from qla_kernels.gdn.kernels import child_sums
 from qla_kernels.gdn.tree import launch
 from qla_kernels.gdn.tree.ops import IncomingTree, SavedTree
+from qla_kernels.runtime import jit
 from tests import gdn_tree_check
 from tests.gdn_tree_check import KERNEL_FORESTS, TreeCase, tree_case
 

@@ -7,10 +7,10 @@ from torch import Tensor
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.launch import chains
 from qla_kernels.gdn.ops import GdnBackward
-from qla_kernels.selftest import gdn_chains, gdn_wide_backward
-from qla_kernels.selftest.gdn_backward import SavedTensors, backward, check, gradients, saved
-from qla_kernels.selftest.gdn_calls import small
-from qla_kernels.selftest.gdn_inputs import gates, keys
+from qla_kernels.lab.selftest import gdn_chains, gdn_wide_backward
+from qla_kernels.lab.selftest.gdn_backward import SavedTensors, backward, check, gradients, saved
+from qla_kernels.lab.selftest.gdn_calls import small
+from qla_kernels.lab.selftest.gdn_inputs import gates, keys
 
 pytestmark = pytest.mark.usefixtures("seeds", "poison")
 

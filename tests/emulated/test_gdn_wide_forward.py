@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from qla_kernels.selftest.gdn_calls import small
-from qla_kernels.selftest.gdn_forward import check, forward
-from qla_kernels.selftest.gdn_inputs import gates, keys
-from qla_kernels.selftest.gdn_wide_forward import whole_forward
+from qla_kernels.lab.selftest.gdn_calls import small
+from qla_kernels.lab.selftest.gdn_forward import check, forward
+from qla_kernels.lab.selftest.gdn_inputs import gates, keys
+from qla_kernels.lab.selftest.gdn_wide_forward import whole_forward
 
 pytestmark = pytest.mark.usefixtures("seeds", "poison")
 

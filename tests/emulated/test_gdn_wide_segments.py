@@ -6,10 +6,10 @@ import torch
 from qla_kernels.gdn.heuristics import ForwardChoice
 from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.plan import EXACT_LOG_BOUND, WARM_LOG_BOUND, Plan
-from qla_kernels.selftest.gdn_calls import small
-from qla_kernels.selftest.gdn_forward import check, forward
-from qla_kernels.selftest.gdn_segments import NEVER, batch, check_starts
-from qla_kernels.selftest.gdn_wide_segments import cut_forward, wide_starts
+from qla_kernels.lab.selftest.gdn_calls import small
+from qla_kernels.lab.selftest.gdn_forward import check, forward
+from qla_kernels.lab.selftest.gdn_segments import NEVER, batch, check_starts
+from qla_kernels.lab.selftest.gdn_wide_segments import cut_forward, wide_starts
 
 pytestmark = pytest.mark.usefixtures("seeds", "poison")
 

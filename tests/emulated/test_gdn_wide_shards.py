@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from qla_kernels.gdn.plan import WARM_LOG_BOUND
-from qla_kernels.selftest.gdn_backward import check as check_gradients
-from qla_kernels.selftest.gdn_forward import check as check_output
-from qla_kernels.selftest.gdn_inputs import keys
+from qla_kernels.lab.selftest.gdn_backward import check as check_gradients
+from qla_kernels.lab.selftest.gdn_forward import check as check_output
+from qla_kernels.lab.selftest.gdn_inputs import keys
 from tests.gdn_calls import call
 from tests.gdn_shards_check import run
 

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from qla_kernels.cpu import reference
 from qla_kernels.head import launch
 from qla_kernels.head.shapes import COLUMNS
-from qla_kernels.selftest.head import SUMS, inputs
+from qla_kernels.lab.selftest.head import SUMS, inputs
+from qla_kernels.runtime.cpu import reference
 from tests.compare import assert_close
 
 pytestmark = pytest.mark.usefixtures("seeds", "poison")

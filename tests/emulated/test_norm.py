@@ -5,10 +5,10 @@ import functools
 import pytest
 import torch
 
-from qla_kernels import jit
 from qla_kernels.norm import launch
 from qla_kernels.norm.heuristics import columns_of
 from qla_kernels.norm.kernels import fwd, weight_sums
+from qla_kernels.runtime import jit
 from tests.compare import FP32, assert_close
 from tests.norm_check import ROUNDING, case, check
 

@@ -8,9 +8,9 @@ import pytest
 
 from examples import own_kernel, own_row_kernel
 from qla_kernels import Unsupported
-from qla_kernels.emulator import load
-from qla_kernels.emulator.case import check
-from qla_kernels.emulator.command import main
+from qla_kernels.lab.emulator import load
+from qla_kernels.lab.emulator.case import check
+from qla_kernels.lab.emulator.command import main
 from tests.compare import assert_close
 
 FILE, ROWS = Path(own_kernel.__file__), Path(own_row_kernel.__file__)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qla_kernels.selftest.sparse_ring_backward import backward, case, check
+from qla_kernels.lab.selftest.sparse_ring_backward import backward, case, check
 from qla_kernels.sparse_ring import ContiguousLayout, StripedLayout, launch_backward
 
 pytestmark = [pytest.mark.usefixtures("seeds"), pytest.mark.usefixtures("poison")]

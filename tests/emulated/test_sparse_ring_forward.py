@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 
-from qla_kernels.selftest.sparse_ring_forward import ALONE, LAYOUTS, check, forward, problem
+from qla_kernels.lab.selftest.sparse_ring_forward import ALONE, LAYOUTS, check, forward, problem
 from qla_kernels.sparse_ring import cpu, launch, shard
 from qla_kernels.sparse_ring.index import known_index
 from qla_kernels.sparse_ring.layouts import StripedLayout

@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-from qla_kernels.selftest.sparse_ring_index import (
+from qla_kernels.lab.selftest.sparse_ring_index import (
     ONE,
     assert_same,
     check_lines,

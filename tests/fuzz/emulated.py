@@ -1,6 +1,6 @@
 """The public functions on CPU tensors, by the generated sm_90a code: for `--emulated`.
 
-The operators' launches are called in place of the reference, and qla_kernels.emulator runs what
+The operators' launches are called in place of the reference, and qla_kernels.lab.emulator runs what
 they compile. Each kernel takes g++ 20 to 60 s the first time, and is kept in build/emulator.
 """
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from qla_kernels import device, jit
 from qla_kernels.conv import launch as conv_launch
 from qla_kernels.conv import ops as conv_ops
 from qla_kernels.conv import update as conv_update
@@ -18,7 +17,6 @@ from qla_kernels.dualkv import launch as dualkv_launch
 from qla_kernels.dualkv import ops as dualkv_ops
 from qla_kernels.dualkv import tables
 from qla_kernels.dualkv.shapes import KEY_TILES
-from qla_kernels.emulator import case
 from qla_kernels.gdn import ops
 from qla_kernels.gdn.decode import api as recurrent
 from qla_kernels.gdn.decode import launch as launch_recurrent
@@ -28,8 +26,10 @@ from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.tree import launch as tree_launch
 from qla_kernels.gdn.tree import ops as tree_ops
 from qla_kernels.hybrid import step
+from qla_kernels.lab.emulator import case
 from qla_kernels.norm import launch as norm_launch
 from qla_kernels.norm import ops as norm_ops
+from qla_kernels.runtime import device, jit
 from qla_kernels.sparse_ring import build, gradients, ring
 from qla_kernels.sparse_ring import launch as sparse_launch
 from tests import lowered

@@ -21,6 +21,7 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
+from qla_kernels.native.recording import tensors_in
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,7 +32,6 @@ from qla_kernels.gdn.sharded import exchange
 from qla_kernels.gdn.sharded import launch as shard_launch
 from qla_kernels.gdn.sharded import ops as shard_ops
 from qla_kernels.gdn.sharded.ops import ShardPlace
-from qla_kernels.native.recording import tensors_in
 from tests.goldens.store import Texts, chosen, printed
 from tests.native import gpu, standin, workloads
 

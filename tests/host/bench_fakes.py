@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness.adapters import Call, Implementation
-from qla_kernels.errors import Unsupported
+from qla_kernels.runtime.errors import Unsupported
 from reference import gdn
 
 

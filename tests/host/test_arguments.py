@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from qla_kernels import arguments
-from qla_kernels.arguments import check_words, flag, integer, number
+from qla_kernels.runtime import arguments
+from qla_kernels.runtime.arguments import check_words, flag, integer, number
 
 LEARNED = torch.ones((), requires_grad=True)
 

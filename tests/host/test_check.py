@@ -5,9 +5,10 @@ import re
 import pytest
 import torch
 
-from qla_kernels import check, jit, selftest
-from qla_kernels.selftest.cases import checked
-from qla_kernels.selftest.compare import assert_close
+from qla_kernels.lab import check, selftest
+from qla_kernels.lab.selftest.cases import checked
+from qla_kernels.lab.selftest.compare import assert_close
+from qla_kernels.runtime import jit
 from tests import launched
 
 

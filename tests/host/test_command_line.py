@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from qla_kernels import jit, selftest
 from qla_kernels.__main__ import COMMANDS, main
+from qla_kernels.lab import selftest
+from qla_kernels.runtime import jit
 from tests.limits import HANG
 
 ROOT = Path(__file__).resolve().parents[2]

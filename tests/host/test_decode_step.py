@@ -17,7 +17,7 @@ from qla_kernels import (
 from qla_kernels.gdn.decode.ops import Norm
 from qla_kernels.gdn.decode.packed import split
 from qla_kernels.gdn.decode.validate import refused_norm
-from qla_kernels.selftest import gdn_step
+from qla_kernels.lab.selftest import gdn_step
 from tests.compare import assert_close
 
 EXACT = 1e-12

@@ -8,8 +8,8 @@ from torch.autograd import forward_ad
 from torch.func import functionalize, grad, hessian, jacfwd, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
-from qla_kernels.derivatives import refuse_forward_mode, refuse_second_derivative
-from qla_kernels.errors import Unsupported
+from qla_kernels.runtime.derivatives import refuse_forward_mode, refuse_second_derivative
+from qla_kernels.runtime.errors import Unsupported
 
 X = torch.tensor([0.5, -1.0, 2.0])
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from qla_kernels import device
+from qla_kernels.runtime import device
 from tests.limits import HANG
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qla_kernels import device, device_tables
+from qla_kernels.runtime import device, device_tables
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from qla_kernels import digests, jit
-from qla_kernels.digests import digest, launch
-from qla_kernels.native import sources
+from qla_kernels.runtime import digests, jit
+from qla_kernels.runtime.digests import digest, launch
+from qla_kernels.runtime.native import sources
 
 SOURCE = """
 // helpers

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import (
 )
 
 from qla_kernels import SharedLayout, Unsupported, dualkv, shared_prefix_attention
-from qla_kernels.cpu import reference
 from qla_kernels.dualkv import ops, refusal
 from qla_kernels.dualkv.heuristics import head_pack
 from qla_kernels.dualkv.shapes import HEAD_SIZES
+from qla_kernels.runtime.cpu import reference
 from reference import dualkv as forms
 from tests.compare import assert_close
 from tests.dualkv_inputs import GROUPS, gradients, qkv

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from qla_kernels import Unsupported
-from qla_kernels.emulator import EmulatedKernel, build, cache, lowering
-from qla_kernels.emulator import command as program
-from qla_kernels.emulator.command import main
+from qla_kernels.lab.emulator import EmulatedKernel, build, cache, lowering
+from qla_kernels.lab.emulator import command as program
+from qla_kernels.lab.emulator.command import main
 from tests.host.test_import import WITHOUT_TILELANG, fresh
 
 KERNEL = """
@@ -30,13 +30,13 @@ def test_without_tilelang_it_says_what_is_missing(tmp_path):
     said = fresh(
         WITHOUT_TILELANG
         + f"""
-from qla_kernels.emulator.command import main
+from qla_kernels.lab.emulator.command import main
 assert main([{str(file)!r}]) == 2
-others = "pytest", "tests", "qla_kernels.gdn", "qla_kernels.selftest"
+others = "pytest", "tests", "qla_kernels.gdn", "qla_kernels.lab.selftest"
 assert not set(others) & set(sys.modules)
 """
     )
-    assert said.startswith("qla_kernels.emulator: tilelang cannot be imported (")
+    assert said.startswith("qla_kernels.lab.emulator: tilelang cannot be imported (")
     assert said.endswith(
         "); need TileLang 0.1.13 or newer; pip install '.[compile]' in a checkout of qla-kernels\n"
     )
@@ -60,7 +60,7 @@ def test_without_a_compiler_it_says_what_is_missing(platform, compiler, version,
     monkeypatch.setattr(build.shutil, "which", lambda _: compiler)
     answer = subprocess.CompletedProcess([], 0, stdout=f"{version}\n")
     monkeypatch.setattr(build.subprocess, "run", lambda *_, **__: answer)
-    with pytest.raises(Unsupported, match=f"^qla_kernels.emulator: {said}"):
+    with pytest.raises(Unsupported, match=f"^qla_kernels.lab.emulator: {said}"):
         build._architecture.__wrapped__()
 
 
@@ -144,6 +144,6 @@ def test_what_is_compiled_is_kept_in_the_checkout_or_in_the_user_s_cache(tmp_pat
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert cache.folder() == Path.home() / ".cache" / "qla_kernels" / "emulator"
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    assert cache.folder() == Path("/caches/qla_kernels/emulator")
+    assert cache.folder() == Path("/caches/qla_kernels/lab/emulator")
     monkeypatch.setenv("EMU_CACHE", "/chosen")
     assert cache.folder() == Path("/chosen")

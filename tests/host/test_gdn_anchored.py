@@ -8,12 +8,12 @@ import torch
 from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qla_kernels.errors import Unsupported
 from qla_kernels.gdn import GdnPool, refusal
 from qla_kernels.gdn.anchored import pool as anchored
 from qla_kernels.gdn.anchored.extend import Extension, extend
 from qla_kernels.gdn.anchored.pages import Page
 from qla_kernels.gdn.call import Call, Options
+from qla_kernels.runtime.errors import Unsupported
 from reference import gdn
 
 H, HV, K, V = 1, 2, 8, 6

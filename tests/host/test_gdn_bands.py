@@ -8,12 +8,12 @@ from functools import partial
 import pytest
 import torch
 
-from qla_kernels import device
 from qla_kernels.gdn import bands, durations, heuristics, paths, plan
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.durations import Lengths
 from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.plan import EXACT_LOG_BOUND, WARM_LOG_BOUND, Plan
+from qla_kernels.runtime import device
 from qla_kernels.tile.constants import CHUNK
 
 SMS = 132

@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from qla_kernels import Unsupported, device
+from qla_kernels import Unsupported
 from qla_kernels.gdn import bands, keywords, plan, segments_of
 from qla_kernels.gdn.bands import Bands
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.launch import forward, states
 from qla_kernels.gdn.launch.states import BackwardBatch
+from qla_kernels.runtime import device
 from qla_kernels.tile.constants import CHUNK
 
 SMS = 132

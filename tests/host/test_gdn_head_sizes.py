@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from qla_kernels import info, jit, warmup
 from qla_kernels.gdn import heuristics, refusal, shapes
 from qla_kernels.gdn.decode.validate import recurrent_refusal
 from qla_kernels.gdn.prefill.api import prefill_refusal
 from qla_kernels.integrations import fla
+from qla_kernels.lab import doctor as info
+from qla_kernels.lab import warmup
+from qla_kernels.runtime import jit
 
 HOPPER = (9, 0)
 WITH_NORM = "recurrent_norm"  # for K = V alone

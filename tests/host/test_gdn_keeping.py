@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from qla_kernels import chunk_gated_delta_rule, chunk_gated_delta_rule_fwd, device, jit
+from qla_kernels import chunk_gated_delta_rule, chunk_gated_delta_rule_fwd
 from qla_kernels.gdn import bands, keeping, plan
 from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
 from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.ops import GdnForward
 from qla_kernels.gdn.plan import EXACT_LOG_BOUND, WARM_LOG_BOUND
+from qla_kernels.runtime import device, jit
 from tests.gdn_calls import call, leaves
 
 SMS = 132
@@ -258,7 +259,7 @@ def test_the_public_function_leaves_the_choice_open(monkeypatch):
         heard.append(records[1].enable_fwd_cp_cache)
         return run(*records)
 
-    monkeypatch.setattr("qla_kernels.programs.Programs.run", listen)
+    monkeypatch.setattr("qla_kernels.runtime.programs.Programs.run", listen)
     x = leaves(call())
     for flag in (None, True, False, 1):
         chunk_gated_delta_rule(**x, enable_fwd_cp_cache=flag)

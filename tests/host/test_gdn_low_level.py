@@ -10,7 +10,7 @@ from qla_kernels import (
     chunk_gated_delta_rule_bwd,
     chunk_gated_delta_rule_fwd,
 )
-from qla_kernels.cpu import reference
+from qla_kernels.runtime.cpu import reference
 from tests.compare import assert_close
 from tests.gdn_calls import CALLS, Call, call, leaves
 

@@ -9,12 +9,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from qla_kernels import chunk_gated_delta_rule, device, jit
+from qla_kernels import chunk_gated_delta_rule
 from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
 from qla_kernels.gdn.launch import backward
 from qla_kernels.gdn.tree import launch as tree_launch
 from qla_kernels.gdn.tree.ops import IncomingTree, SavedTree
 from qla_kernels.gdn.tree.tables import ON_HOST, SIBLINGS, DeltaTables, tree_tables
+from qla_kernels.runtime import device, jit
 from tests.gdn_calls import call, leaves
 
 MIB = 2**20

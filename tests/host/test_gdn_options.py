@@ -9,12 +9,12 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from qla_kernels.errors import Unsupported
 from qla_kernels.gdn import api, cpu, keywords, low_level, ops
 from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
 from qla_kernels.gdn.decode import api as decode_api
 from qla_kernels.gdn.plan import EXACT_LOG_BOUND, WARM_LOG_BOUND
-from qla_kernels.operators import schema
+from qla_kernels.runtime.errors import Unsupported
+from qla_kernels.runtime.operators import schema
 from tests.gdn_calls import call
 
 RECORDS = (Call, SavedForward, Incoming, Options)

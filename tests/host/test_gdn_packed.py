@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qla_kernels import fused_recurrent_gated_delta_rule, packed_decode_gated_delta_rule
-from qla_kernels.selftest.gdn_recurrent import decode, pooled
+from qla_kernels.lab.selftest.gdn_recurrent import decode, pooled
 
 OP = "packed_decode_gated_delta_rule: "
 N, H, HV, K, V = 4, 2, 4, 16, 8

@@ -8,7 +8,7 @@ import torch
 from qla_kernels import Unsupported, chunk_gated_delta_rule, prefill_gated_delta_rule
 from qla_kernels.gdn import keywords, prefill_refusal
 from qla_kernels.gdn.prefill import api, launch
-from qla_kernels.selftest.gdn_prefill import INPUTS, in_pool, kept, run
+from qla_kernels.lab.selftest.gdn_prefill import INPUTS, in_pool, kept, run
 from qla_kernels.tile.constants import CHUNK
 from tests.compare import assert_close
 from tests.gdn_calls import call, definition, records

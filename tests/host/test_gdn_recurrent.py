@@ -8,7 +8,7 @@ import torch
 
 from qla_kernels import Unsupported, fused_recurrent_gated_delta_rule, fused_recurrent_gdn
 from qla_kernels.gdn import recurrent_refusal
-from qla_kernels.selftest.gdn_recurrent import check_pool, decode, pooled
+from qla_kernels.lab.selftest.gdn_recurrent import check_pool, decode, pooled
 from tests.compare import assert_close
 from tests.gdn_calls import CALLS, call, definition, records
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from qla_kernels import Unsupported, verify_gated_delta_rule
-from qla_kernels.selftest import gdn_verify
-from qla_kernels.selftest.gdn_recurrent import decode
-from qla_kernels.selftest.gdn_verify import CHAINS, TREE, check_drafts, drafted
+from qla_kernels.lab.selftest import gdn_verify
+from qla_kernels.lab.selftest.gdn_recurrent import decode
+from qla_kernels.lab.selftest.gdn_verify import CHAINS, TREE, check_drafts, drafted
 from tests import gdn_kept_tokens
 from tests.compare import assert_close
 from tests.gdn_calls import call, records

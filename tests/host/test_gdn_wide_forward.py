@@ -11,7 +11,7 @@ from qla_kernels.gdn import heuristics, plan, wide_plan
 from qla_kernels.gdn.launch.forward import planned
 from qla_kernels.gdn.plan import EXACT_LOG_BOUND, WARM_LOG_BOUND
 from qla_kernels.gdn.validate import refusal
-from qla_kernels.selftest.gdn_calls import definition, records, small
+from qla_kernels.lab.selftest.gdn_calls import definition, records, small
 from tests.compare import assert_close
 
 SMS = 132
@@ -109,14 +109,14 @@ def test_maps_take_columns_that_divide_V():
 
 @pytest.mark.parametrize("batch", [1, 40])
 def test_without_auto_cp_the_width_does_not_depend_on_the_batch(batch, monkeypatch):
-    monkeypatch.setattr("qla_kernels.device.sm_count", lambda _: SMS)
+    monkeypatch.setattr("qla_kernels.runtime.device.sm_count", lambda _: SMS)
     x = small(batch=batch, tokens=2, sizes=(256, 256), initial_state=None)
     found, _ = planned(*records(x, auto_cp=False))
     assert found.kernel.tile_v == 128
 
 
 def test_without_auto_cp_nothing_is_cut(monkeypatch):
-    monkeypatch.setattr("qla_kernels.device.sm_count", lambda _: SMS)
+    monkeypatch.setattr("qla_kernels.runtime.device.sm_count", lambda _: SMS)
     x = small(batch=1, tokens=32768, heads=(1, 1), sizes=(256, 64), initial_state=None)
     assert planned(*records(x))[0].segment_chunks is not None
     assert planned(*records(x, auto_cp=False))[0].segment_chunks is None

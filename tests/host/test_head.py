@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from qla_kernels import Unsupported, pack_shared_prompts
-from qla_kernels.cpu import reference
 from qla_kernels.head import refusal, target_logprobs
 from qla_kernels.head.parts import Parts
+from qla_kernels.runtime.cpu import reference
 from tests.compare import assert_close
 
 VOCABULARY, D = 11, 6

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from qla_kernels.errors import Unsupported
-from qla_kernels.native import prebuilt
+from qla_kernels.runtime.errors import Unsupported
+from qla_kernels.runtime.native import prebuilt
 from scripts import hub_layout
 from tests.limits import HANG
 from tests.native import made_up, standin
@@ -68,8 +68,8 @@ def use(module):
     o = module.chunk_gated_delta_rule(x, x, x, -torch.rand(1, 5, 2), torch.rand(1, 5, 2))[0]
     assert o.shape == x.shape
     import qla_kernels
-    from qla_kernels import jit
-    from qla_kernels.native import prebuilt
+    from qla_kernels.runtime import jit
+    from qla_kernels.runtime.native import prebuilt
     sys.path.append(sys.argv[2])
     from tests.native import behaviour, made_up, standin
     launch = jit.compile(made_up.gate, made_up.VARIANT)

@@ -17,7 +17,7 @@ from qla_kernels import shared_prefix_gated_delta_rule as rule
 from qla_kernels.gdn.tree.tables import SIBLINGS, tree_tables
 from qla_kernels.hybrid import prepare_gated_delta_rule
 from qla_kernels.hybrid.layouts import parents
-from qla_kernels.varlen import chunk_table
+from qla_kernels.runtime.varlen import chunk_table
 from tests.compare import assert_close
 from tests.gdn_trees import FORESTS, Forest, alone
 

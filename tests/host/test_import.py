@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from qla_kernels import cpu
+from qla_kernels.runtime import cpu
 from tests.limits import HANG
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +56,7 @@ def test_kernel_files_and_what_launches_them_need_no_tilelang():
     fresh(
         WITHOUT_TILELANG
         + """
-from qla_kernels import jit
+from qla_kernels.runtime import jit
 from qla_kernels.gdn.decode import launch
 from qla_kernels.gdn.launch import backward, forward
 from qla_kernels.dualkv import launch, launch_backward
@@ -180,7 +180,9 @@ chunk_gated_delta_rule(x, x, x, -torch.ones(1, 5, 2), torch.ones(1, 5, 2))
 
 
 def test_a_foreign_package_called_reference_is_neither_used_nor_run(tmp_path):
-    code = CPU_CALL + "from qla_kernels.cpu import reference; print(reference().gdn.__file__)"
+    code = (
+        CPU_CALL + "from qla_kernels.runtime.cpu import reference; print(reference().gdn.__file__)"
+    )
     assert fresh(code, foreign(tmp_path)) == f"{ROOT / 'reference' / 'gdn.py'}\n"
 
 
@@ -192,7 +194,10 @@ def test_a_foreign_package_called_reference_is_imported_by_its_name(lines, tmp_p
 
 @pytest.mark.parametrize("ours_first", [False, True])
 def test_whoever_imports_reference_gets_the_modules_that_cpu_calls_use(ours_first):
-    lines = ["from qla_kernels.cpu import reference; reference()", "from reference import gdn"]
+    lines = [
+        "from qla_kernels.runtime.cpu import reference; reference()",
+        "from reference import gdn",
+    ]
     lines = lines if ours_first else lines[::-1]
     fresh("\n".join([*lines, "assert reference().gdn is gdn"]))
 

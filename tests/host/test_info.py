@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from qla_kernels import device, digests, info
 from qla_kernels.gdn.shapes import HEAD_SIZES
 from qla_kernels.integrations import engines
-from qla_kernels.native import prebuilt
+from qla_kernels.lab import doctor as info
+from qla_kernels.runtime import device, digests
+from qla_kernels.runtime.native import prebuilt
 from tests.limits import HANG
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_TILELANG = """
 import sys
 sys.modules.update(tilelang=None, tvm=None, tvm_ffi=None)
-from qla_kernels import info
+from qla_kernels.lab import doctor as info
 sys.exit(info.main(sys.argv[1:]))
 """
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from qla_kernels.compiler import INSTALL
-from qla_kernels.inspect import Facts, RoleFacts, check
-from qla_kernels.inspect import command as inspector
+from qla_kernels.lab.inspect import Facts, RoleFacts, check
+from qla_kernels.lab.inspect import command as inspector
+from qla_kernels.runtime.compiler import INSTALL
 from qla_kernels.tile.schedule import Role, Schedule
 
 KERNEL = """
@@ -98,7 +98,7 @@ def test_without_tilelang_it_says_what_is_missing(kernel, tmp_path, monkeypatch,
     Path("my_gemm.py").write_text(KERNEL + "def build(variant): import tilelang")
     assert inspector.main([kernel]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("qla_kernels.inspect: tilelang cannot be imported (")
+    assert said.startswith("qla_kernels.lab.inspect: tilelang cannot be imported (")
     assert said.endswith(f"; need TileLang 0.1.13 or newer; {INSTALL}\n")
 
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import qla_kernels
-from qla_kernels import Unsupported, device, gdn
+from qla_kernels import Unsupported, gdn
 from qla_kernels.integrations import fla
+from qla_kernels.runtime import device
 from tests.gdn_calls import CALLS, call
 from tests.host import fla_stand_ins
 

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from qla_kernels import jit, warmup
-from qla_kernels.dump import dump
-from qla_kernels.errors import Unsupported
+from qla_kernels.lab import warmup
+from qla_kernels.runtime import jit
+from qla_kernels.runtime.dump import dump
+from qla_kernels.runtime.errors import Unsupported
 
 
 class Variant(NamedTuple):
@@ -216,7 +217,8 @@ COMPILE = """
 import logging, sys, time
 logging.basicConfig(stream=sys.stdout, format="%(name)s %(message)s")
 logging.getLogger("qla_kernels").setLevel("INFO")
-from qla_kernels import jit, warmup
+from qla_kernels.lab import warmup
+from qla_kernels.runtime import jit
 from tests.static import broken
 kernel = broken.kernel()
 (variant,) = kernel.module.VARIANTS
@@ -249,7 +251,7 @@ def test_a_cache_filled_here_is_hit_elsewhere(tmp_path: Path) -> None:
     refused = "try:\n  " + COMPILE.strip().replace("\n", "\n  ")
     refused += "\nexcept ValueError as error:\n  print(type(error).__name__, error)"
     said = run(refused, TILELANG_CACHE_DIR=str(tmp_path / "empty"), **elsewhere)
-    assert "Unsupported qla_kernels.jit: no nvcc at " in said
+    assert "Unsupported qla_kernels.runtime.jit: no nvcc at " in said
 
 
 @pytest.mark.usefixtures("compiler")

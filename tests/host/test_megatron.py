@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import gelu
 
-from qla_kernels import conv, device, gdn, norm
+from qla_kernels import conv, gdn, norm
 from qla_kernels.integrations import fla, megatron
+from qla_kernels.runtime import device
 from tests.ranks import WORLD, start
 
 pytestmark = pytest.mark.libraries

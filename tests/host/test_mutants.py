@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from qla_kernels import jit
+from qla_kernels.runtime import jit
 from tests.mutants.covered import AREAS
 from tests.mutants.equivalent import EQUIVALENT
 from tests.mutants.generate import of_file

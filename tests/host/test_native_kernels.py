@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from qla_kernels import jit
+from qla_kernels.runtime import jit
 from tests.native import standin
 
 pytest.importorskip("tilelang", reason="lowers kernels")
@@ -50,8 +50,8 @@ def numbers_of_one_name(variant: Any) -> Any:
 
 def test_numbers_have_names_of_their_own() -> None:
     """A macro gives two arguments the name of its parameter."""
-    from qla_kernels.native.host_function import read_entry
-    from qla_kernels.native.pack import pack
+    from qla_kernels.runtime.native.host_function import read_entry
+    from qla_kernels.runtime.native.pack import pack
 
     module: Any = ModuleType("made_up")
     module.PASS_CONFIGS, module.build = {}, numbers_of_one_name
@@ -88,7 +88,7 @@ def lowered() -> jit.Lowered:
 def test_launches_of_other_kinds_are_refused(
     lowered: jit.Lowered, attribute: str, value: Any
 ) -> None:
-    from qla_kernels.native.host_function import read_entry
+    from qla_kernels.runtime.native.host_function import read_entry
 
     ((name, function),) = lowered.device.functions.items()
     changed = type(lowered.device)({name: function.with_attr(attribute, value)})
@@ -99,7 +99,7 @@ def test_launches_of_other_kinds_are_refused(
 def test_what_the_host_function_does_besides_is_refused(lowered: jit.Lowered) -> None:
     from tvm import tirx
 
-    from qla_kernels.native.host_function import read_entry
+    from qla_kernels.runtime.native.host_function import read_entry
 
     ((name, host),) = lowered.host.functions.items()
     for added, said in (
@@ -117,7 +117,7 @@ def test_a_size_that_nothing_gives_is_refused() -> None:
     """It could be neither read nor compared."""
     import tilelang.language as T
 
-    from qla_kernels.native.declared import Declared
+    from qla_kernels.runtime.native.declared import Declared
 
     n, m = T.dynamic("n"), T.dynamic("m")
 

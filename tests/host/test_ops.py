@@ -16,9 +16,9 @@ from torch.utils.checkpoint import (
 )
 
 from qla_kernels import chunk_gated_delta_rule, gdn
-from qla_kernels.cpu import reference
 from qla_kernels.gdn import ops
 from qla_kernels.gdn.call import Incoming, SavedForward
+from qla_kernels.runtime.cpu import reference
 from tests.gdn_calls import Call, call, gradients, leaves, records
 
 OPERATORS: Any = torch.ops.qla_kernels

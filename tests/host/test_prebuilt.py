@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 
-from qla_kernels import build, digests, info, jit, programs, selftest, warmup
-from qla_kernels.compiler import INSTALL, NEEDS_TILELANG, WHEEL
-from qla_kernels.errors import Unsupported
 from qla_kernels.gdn.kernels import gate, recurrent
-from qla_kernels.native import launcher, prebuilt, sources
+from qla_kernels.lab import build, selftest, warmup
+from qla_kernels.lab import doctor as info
+from qla_kernels.runtime import digests, jit, programs
+from qla_kernels.runtime.compiler import INSTALL, NEEDS_TILELANG, WHEEL
+from qla_kernels.runtime.errors import Unsupported
+from qla_kernels.runtime.native import launcher, prebuilt, sources
 from tests.native import behaviour, standin
 from tests.native.made_up import EDITED, LABEL, VARIANT, built, write
 
@@ -488,7 +490,7 @@ def test_without_tilelang_and_without_a_kernel_it_says_what_to_install(folder: P
     write(folder)
     code = """
 import sys; sys.modules.update(tilelang=None, tvm=None, tvm_ffi=None)
-from qla_kernels import jit
+from qla_kernels.runtime import jit
 from qla_kernels.gdn.kernels import gate, recurrent
 print(jit.compile(gate, gate.VARIANTS[0]).__name__)
 try:

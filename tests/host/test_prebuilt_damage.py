@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from qla_kernels import build, jit
-from qla_kernels.errors import Unsupported
 from qla_kernels.gdn.kernels import gate
-from qla_kernels.native import checks, prebuilt
+from qla_kernels.lab import build
+from qla_kernels.runtime import jit
+from qla_kernels.runtime.errors import Unsupported
+from qla_kernels.runtime.native import checks, prebuilt
 from tests.native import behaviour, made_up, standin
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")

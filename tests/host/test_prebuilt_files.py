@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from qla_kernels import build, jit
-from qla_kernels.errors import Unsupported
 from qla_kernels.gdn.kernels import gate
-from qla_kernels.native import prebuilt
+from qla_kernels.lab import build
+from qla_kernels.runtime import jit
+from qla_kernels.runtime.errors import Unsupported
+from qla_kernels.runtime.native import prebuilt
 from tests.native import behaviour, made_up, standin
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
@@ -23,8 +24,8 @@ pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C co
 LAUNCH = """
 import sys; sys.modules.update(tilelang=None, tvm=None, tvm_ffi=None)
 import torch
-from qla_kernels import jit
-from qla_kernels.native import prebuilt
+from qla_kernels.runtime import jit
+from qla_kernels.runtime.native import prebuilt
 from tests.native import behaviour, standin
 from tests.native.made_up import VARIANT, gate
 print("begins", flush=True)

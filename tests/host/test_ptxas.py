@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from qla_kernels import build, jit, ptxas
-from qla_kernels.errors import Unsupported
-from qla_kernels.native import prebuilt
+from qla_kernels.lab import build
+from qla_kernels.runtime import jit, ptxas
+from qla_kernels.runtime.errors import Unsupported
+from qla_kernels.runtime.native import prebuilt
 from qla_kernels.tile.schedule import Role, Schedule
 
 PTX = "//\n// by nvcc\n//\n\n.version 9.0\n.target sm_90a\n.address_size 64\n"

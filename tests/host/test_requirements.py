@@ -16,9 +16,9 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from benchmarks.harness import records
-from qla_kernels import compiler, jit
-from qla_kernels.errors import Unsupported
-from qla_kernels.native import prebuilt
+from qla_kernels.runtime import compiler, jit
+from qla_kernels.runtime.errors import Unsupported
+from qla_kernels.runtime.native import prebuilt
 
 tomllib = pytest.importorskip("tomllib", reason="Python 3.11")
 

@@ -248,12 +248,14 @@ def test_an_interrupted_installation_is_taken_up_again(machine):
 def test_without_compilers_the_tests_say_what_did_not_run(machine):
     machine.python()
     script = (machine.bin / "python3").read_text()
-    no_nvcc = '*jit.nvcc*) echo "qla_kernels.jit: no nvcc; need it; install it" >&2; exit 1 ;;'
+    no_nvcc = (
+        '*jit.nvcc*) echo "qla_kernels.runtime.jit: no nvcc; need it; install it" >&2; exit 1 ;;'
+    )
     machine.write("python3", script.replace("  *) ;;", f"  {no_nvcc}\n  *) ;;"))
     done = machine.run("test.sh")
     assert done.returncode == 0
     assert [line for line in done.stdout.splitlines() if line.startswith("NOT RUN")] == [
-        "NOT RUN: the static tier. qla_kernels.jit: no nvcc; need it; install it",
+        "NOT RUN: the static tier. qla_kernels.runtime.jit: no nvcc; need it; install it",
         "NOT RUN: the emulated tier. no g++; apt install g++",
     ]
 

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from qla_kernels import Unsupported, device
+from qla_kernels import Unsupported
 from qla_kernels.integrations import engines, sglang, vllm, vllm_checks
+from qla_kernels.runtime import device
 from reference import conv, gdn
 from scripts import engine_interfaces
 from tests.serving_traffic import Traffic

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from qla_kernels import jit
-from qla_kernels.inspect.command import main as inspect_main
-from qla_kernels.kernel_file import kernel_of
+from qla_kernels.lab.inspect.command import main as inspect_main
+from qla_kernels.lab.kernel_file import kernel_of
+from qla_kernels.runtime import jit
 
 ROOT = Path(__file__).resolve().parents[2]
 LINES = 10

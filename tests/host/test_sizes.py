@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from qla_kernels import jit, sizes
-from qla_kernels.errors import Unsupported
+from qla_kernels.runtime import jit, sizes
+from qla_kernels.runtime.errors import Unsupported
 
 pytest.importorskip("tilelang", reason="kernel files import TileLang")
 
@@ -119,7 +119,7 @@ def test_two_shapes_under_one_name_are_refused() -> None:
 
 LAUNCH = """
 import torch
-from qla_kernels import jit
+from qla_kernels.runtime import jit
 from qla_kernels.attn.kernels import delta
 launch = jit.compile(delta, delta.VARIANTS[0])
 rows = torch.empty(1, 8, 2, 1, 64, dtype=torch.bfloat16)

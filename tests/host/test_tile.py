@@ -32,7 +32,7 @@ def test_shared_memory_is_that_of_tiles_and_barriers() -> None:
 def test_a_kernel_allocates_what_its_schedule_declares() -> None:
     pytest.importorskip("tilelang", reason="kernel files import TileLang")
     import qla_kernels.tile.language as T
-    from qla_kernels.shared_memory import buffers_by_name
+    from qla_kernels.runtime.shared_memory import buffers_by_name
     from qla_kernels.tile.record import Variables
     from qla_kernels.tile.ring import Ring, RingInTurns
     from qla_kernels.tile.rings import rings

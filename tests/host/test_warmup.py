@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from qla_kernels import jit, warmup
-from qla_kernels.errors import Unsupported
-from qla_kernels.native import prebuilt, sources
+from qla_kernels.lab import warmup
+from qla_kernels.runtime import jit
+from qla_kernels.runtime.errors import Unsupported
+from qla_kernels.runtime.native import prebuilt, sources
 from tests.limits import HANG
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,11 +96,11 @@ def test_heads_that_do_not_divide_are_refused(tp, capsys):
 
 def test_a_missing_compiler_is_said_in_one_line(monkeypatch, capsys):
     def compile_all(found, workers):
-        raise Unsupported("qla_kernels.jit: no nvcc; need nvcc; install it")
+        raise Unsupported("qla_kernels.runtime.jit: no nvcc; need nvcc; install it")
 
     monkeypatch.setattr(warmup, "compile_all", compile_all)
     assert warmup.main(["--in-process"]) == 1
-    assert capsys.readouterr().err == "qla_kernels.jit: no nvcc; need nvcc; install it\n"
+    assert capsys.readouterr().err == "qla_kernels.runtime.jit: no nvcc; need nvcc; install it\n"
 
 
 def test_a_damaged_file_is_said_in_one_line(tmp_path, monkeypatch, capsys):

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from qla_kernels import digests
-from qla_kernels.emulator import cache
-from qla_kernels.native import prebuilt
+from qla_kernels.lab.emulator import cache
+from qla_kernels.runtime import digests
+from qla_kernels.runtime.native import prebuilt
 from tests.limits import HANG
 from tests.native import made_up, standin
 from tests.readme import ROOT, snippets
@@ -228,7 +228,7 @@ def inside(wheel: Path, folder: Path) -> Path:
 
 USED = """
 import sys
-from qla_kernels.native import prebuilt
+from qla_kernels.runtime.native import prebuilt
 file = prebuilt.opened(prebuilt.files_of(prebuilt.INSIDE)[0])
 print(sum(map(file.has, file.kernels)), file.has("gdn.gate-bf16"))
 print(prebuilt.launcher_file.is_current(prebuilt.INSIDE / prebuilt.LAUNCHER))
@@ -304,7 +304,7 @@ def test_the_hook_needs_no_torch(tmp_path):
     code = """
 import sys
 sys.modules.update(torch=None, numpy=None, einops=None, tilelang=None)
-from qla_kernels.native import launcher, prebuilt
+from qla_kernels.runtime.native import launcher, prebuilt
 print(prebuilt.files_of(prebuilt.INSIDE)[-1].name)
 """
     assert run(sys.executable, "-c", code, cwd=ROOT).strip() == prebuilt.LAUNCHER
@@ -323,7 +323,7 @@ def test_kernels_of_an_installed_wheel_are_launched(wheel_with_kernels, tmp_path
 def test_only_the_wheel_is_visible(installed, tmp_path):
     code = """
 import importlib.util, pathlib, sys, qla_kernels
-from qla_kernels.cpu import reference
+from qla_kernels.runtime.cpu import reference
 assert pathlib.Path(qla_kernels.__file__).is_relative_to(sys.prefix), qla_kernels.__file__
 assert reference().__name__ == "qla_kernels.reference"
 for name in ("reference", "benchmarks", "tests"):

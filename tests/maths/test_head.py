@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qla_kernels.selftest.head import inputs
+from qla_kernels.lab.selftest.head import inputs
 from reference import head
 from tests.compare import assert_close
 

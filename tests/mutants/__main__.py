@@ -24,7 +24,7 @@ from pathlib import Path
 from queue import Queue
 from typing import NamedTuple
 
-from qla_kernels.native.launcher import FLAGS
+from qla_kernels.runtime.native.launcher import FLAGS
 from tests.mutants.covered import AREAS
 from tests.mutants.equivalent import EQUIVALENT
 from tests.mutants.generate import KINDS, Mutant, of_file

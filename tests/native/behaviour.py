@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from qla_kernels.native.entry import Entry
-from qla_kernels.native.pack import pack, texts
+from qla_kernels.runtime.native.entry import Entry
+from qla_kernels.runtime.native.pack import pack, texts
 from tests.native import standin
 
 NAME = "family.kernel-bf16"

@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
-from qla_kernels import jit
-from qla_kernels.build import selected
-from qla_kernels.native.entry import SIZE, Entry, Expression, symbols_of
-from qla_kernels.native.pack import pack, texts
+from qla_kernels.lab.build import selected
+from qla_kernels.runtime import jit
+from qla_kernels.runtime.native.entry import SIZE, Entry, Expression, symbols_of
+from qla_kernels.runtime.native.pack import pack, texts
 from tests.native import standin, tilelang_host
 
 CALLS = 60  # of each variant, of which half are given a wrong tensor

@@ -1,6 +1,6 @@
 /* A stand-in for libcuda.so.1 and libcudart.so.13 on a machine without a GPU: it launches nothing and
    writes down what each launch was given. As much of both libraries as TileLang's runtime and
-   qla_kernels/native/launcher.c call. Built and preloaded by tests/native/standin.py. */
+   qla_kernels/runtime/native/launcher.c call. Built and preloaded by tests/native/standin.py. */
 #define _GNU_SOURCE
 #include <stdint.h>
 #include <stdlib.h>

@@ -33,8 +33,8 @@ def launch_all() -> int:
     import torch
 
     import qla_kernels
-    from qla_kernels import jit
-    from qla_kernels.native import prebuilt
+    from qla_kernels.runtime import jit
+    from qla_kernels.runtime.native import prebuilt
     from tests.native.compare import arguments
 
     file = prebuilt.in_use()

@@ -24,11 +24,8 @@ from qla_kernels import (
     causal_conv1d_update,
     chunk_gated_delta_rule,
     decode_gated_delta_net,
-    device,
     gated_rms_norm,
-    jit,
     packed_decode_gated_delta_rule,
-    programs,
 )
 from qla_kernels.conv import launch as conv_launch
 from qla_kernels.conv import ops as conv_ops
@@ -54,10 +51,11 @@ from qla_kernels.gdn.tree import launch as tree_launch
 from qla_kernels.gdn.tree import ops as tree_ops
 from qla_kernels.hybrid import delta_tables, shared_prefix_conv1d, shared_prefix_gated_delta_rule
 from qla_kernels.hybrid import step as hybrid_step
-from qla_kernels.native.pack import pack, texts
 from qla_kernels.norm import launch as norm_launch
 from qla_kernels.norm import ops as norm_ops
-from qla_kernels.programs import Programs
+from qla_kernels.runtime import device, jit, programs
+from qla_kernels.runtime.native.pack import pack, texts
+from qla_kernels.runtime.programs import Programs
 from qla_kernels.sparse_ring import FixedVerticalSlash, build_index, ring, shard, sparse_attention
 from qla_kernels.sparse_ring import gradients as sparse_gradients
 from qla_kernels.sparse_ring import launch as sparse_launch

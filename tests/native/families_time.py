@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qla_kernels import jit, programs
+from qla_kernels.runtime import jit, programs
 from tests.native import host_time, standin
 
 Call = Callable[[], object]

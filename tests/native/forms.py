@@ -20,14 +20,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from qla_kernels import chunk_gated_delta_rule, device, jit, programs
+from qla_kernels import chunk_gated_delta_rule
 from qla_kernels.gdn import api, autograd, ops, plan
 from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.launch import steps
-from qla_kernels.native import recording
-from qla_kernels.native.entry import Entry
-from qla_kernels.native.pack import pack, texts
-from qla_kernels.native.trace import Trace
+from qla_kernels.runtime import device, jit, programs
+from qla_kernels.runtime.native import recording
+from qla_kernels.runtime.native.entry import Entry
+from qla_kernels.runtime.native.pack import pack, texts
+from qla_kernels.runtime.native.trace import Trace
 from tests.native import standin
 
 NATIVE, DRIVER, SMS = standin.replaying(), standin.Driver(), 132

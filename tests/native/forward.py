@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from qla_kernels import device, jit
+from qla_kernels.runtime import device, jit
 
 
 def forward() -> torch.Tensor:
@@ -48,7 +48,7 @@ def by_python() -> list[str]:
 
 
 def launches(exchange: bool = True) -> list[str]:
-    from qla_kernels.native import prebuilt
+    from qla_kernels.runtime.native import prebuilt
     from tests.native import standin
 
     file = prebuilt.in_use()

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qla_kernels import device, jit, programs
 from qla_kernels.gdn import known
-from qla_kernels.native import recording
-from qla_kernels.native.pack import pack, texts
-from qla_kernels.native.placeholders import Placeholder
-from qla_kernels.native.recorder import Recorder
+from qla_kernels.runtime import device, jit, programs
+from qla_kernels.runtime.native import recording
+from qla_kernels.runtime.native.pack import pack, texts
+from qla_kernels.runtime.native.placeholders import Placeholder
+from qla_kernels.runtime.native.recorder import Recorder
 from tests.native import standin
 from tests.native.behaviour import CUBIN
 

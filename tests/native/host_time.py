@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from qla_kernels import jit
-from qla_kernels.build import selected
-from qla_kernels.native.pack import pack, texts
+from qla_kernels.lab.build import selected
+from qla_kernels.runtime import jit
+from qla_kernels.runtime.native.pack import pack, texts
 from tests.native import standin, tilelang_host
 from tests.native.compare import arguments
 

@@ -3,9 +3,10 @@
 import json
 from pathlib import Path
 
-from qla_kernels import build, digests, jit
 from qla_kernels.gdn.kernels import gate
-from qla_kernels.native import sources
+from qla_kernels.lab import build
+from qla_kernels.runtime import digests, jit
+from qla_kernels.runtime.native import sources
 from tests.native import behaviour
 
 VARIANT, *_ = gate.VARIANTS

@@ -19,12 +19,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from qla_kernels import programs
-from qla_kernels.device_tables import kept
-from qla_kernels.native import recorder, recording
-from qla_kernels.native.pack import pack, texts
-from qla_kernels.native.symbols import decided
-from qla_kernels.programs import RECORD, Programs
+from qla_kernels.runtime import programs
+from qla_kernels.runtime.device_tables import kept
+from qla_kernels.runtime.native import recorder, recording
+from qla_kernels.runtime.native.pack import pack, texts
+from qla_kernels.runtime.native.symbols import decided
+from qla_kernels.runtime.programs import RECORD, Programs
 from tests.native import standin
 from tests.native.behaviour import CUBIN, ENTRY, NAME
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qla_kernels.native.launcher import compile_launcher
+from qla_kernels.runtime.native.launcher import compile_launcher
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = ("libcuda.so.1", "libcudart.so.13")
@@ -94,7 +94,7 @@ def configured(folder: Path, device_type: int = CPU, exchange: bool = True, pass
     """A folder's launcher; without `exchange`, and before torch 2.10, it asks torch by Python."""
     import torch
 
-    from qla_kernels.native import prebuilt
+    from qla_kernels.runtime.native import prebuilt
 
     native = prebuilt._native(folder / prebuilt.LAUNCHER)
     api = prebuilt._exchange(torch.Tensor) if exchange else None
@@ -129,7 +129,7 @@ def replaying(passing: bool = False):
     """
     import torch
 
-    from qla_kernels import programs
+    from qla_kernels.runtime import programs
 
     native = launcher(CUDA if passing else CPU, passing=passing)
     native.watch_with(

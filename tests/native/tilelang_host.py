@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from qla_kernels import jit
-from qla_kernels.native.entry import Entry
-from qla_kernels.native.host_function import read_entry
-from qla_kernels.native.pack import DTYPES
+from qla_kernels.runtime import jit
+from qla_kernels.runtime.native.entry import Entry
+from qla_kernels.runtime.native.host_function import read_entry
+from qla_kernels.runtime.native.pack import DTYPES
 
 
 class Both(NamedTuple):

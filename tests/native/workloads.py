@@ -44,19 +44,14 @@ from benchmarks.serving import ours as serving_ours
 from benchmarks.serving import problem as serving_problem
 from benchmarks.serving.problem import prefill_inputs
 from benchmarks.serving.workloads import EVERY_ROW, PoolPrefill
-from qla_kernels import (
-    causal_conv1d,
-    chunk_gated_delta_rule,
-    jit,
-    prefill_gated_delta_rule,
-    programs,
-)
+from qla_kernels import causal_conv1d, chunk_gated_delta_rule, prefill_gated_delta_rule
 from qla_kernels.dualkv import SharedLayout
 from qla_kernels.dualkv import cpu as dualkv_cpu
 from qla_kernels.dualkv import launch as dualkv_launch
 from qla_kernels.gdn import GdnPool
 from qla_kernels.gdn.tree.tables import ON_HOST
 from qla_kernels.hybrid import delta_tables, shared_prefix_conv1d
+from qla_kernels.runtime import jit, programs
 from qla_kernels.sparse_ring import build, gradients, launch, ring, shard
 from tests.native import gpu  # first: it prepares the process
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import tilelang.language as T
 
-from qla_kernels.jit import Kernel
+from qla_kernels.runtime.jit import Kernel
 from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.ring import Ring
 from qla_kernels.tile.schedule import ONE, Named, Role, Schedule

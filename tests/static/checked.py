@@ -20,10 +20,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from qla_kernels import digests, inspect, jit
-from qla_kernels.inspect import sass
-from qla_kernels.inspect.gather import key as key_of_facts
-from qla_kernels.native.sources import structure
+from qla_kernels.lab import inspect
+from qla_kernels.lab.inspect import sass
+from qla_kernels.lab.inspect.gather import key as key_of_facts
+from qla_kernels.runtime import digests, jit
+from qla_kernels.runtime.native.sources import structure
 from tests import lowered
 from tests.static import claims
 from tests.static.one_unit import one_unit

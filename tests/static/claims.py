@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from qla_kernels.inspect.gather import Facts, RoleFacts
+from qla_kernels.lab.inspect.gather import Facts, RoleFacts
 
 WAIT = "WARPGROUP.DEPBAR.LE"
 ONE_IN_FLIGHT, NONE_IN_FLIGHT = f"{WAIT} 0x1", f"{WAIT} 0x0"

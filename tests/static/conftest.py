@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 
-from qla_kernels import jit
+from qla_kernels.runtime import jit
 
 TRACED = cache(jit.trace)
 
@@ -19,8 +19,8 @@ def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def disassembler() -> None:
     """Skips where a kernel cannot be compiled and read."""
     pytest.importorskip("tilelang", reason="kernel files import TileLang")
-    from qla_kernels.errors import Unsupported
-    from qla_kernels.inspect import sass
+    from qla_kernels.lab.inspect import sass
+    from qla_kernels.runtime.errors import Unsupported
 
     try:
         jit.nvcc()

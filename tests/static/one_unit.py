@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from qla_kernels import jit
-from qla_kernels.inspect import sass
+from qla_kernels.lab.inspect import sass
+from qla_kernels.runtime import jit
 from tests.lowered import anew
 
 INCLUDE = re.compile(r"^#include .*|^#pragma once", re.MULTILINE)

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("tilelang", reason="kernel files import TileLang")
 
-from qla_kernels import jit
+from qla_kernels.runtime import jit
 from tests.static import claims
 from tests.static.claims import EXP, NONE_IN_FLIGHT, ONE_IN_FLIGHT
 

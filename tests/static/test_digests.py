@@ -9,9 +9,9 @@ pytest.importorskip("tilelang", reason="kernel files import TileLang")
 
 import tilelang.language as T
 
-from qla_kernels import digests_command as digests
-from qla_kernels import jit
-from qla_kernels.shared_memory import buffers_by_name
+from qla_kernels.lab import digests as digests
+from qla_kernels.runtime import jit
+from qla_kernels.runtime.shared_memory import buffers_by_name
 
 
 class Variant(NamedTuple):

@@ -11,10 +11,11 @@ import pytest
 
 pytest.importorskip("tilelang", reason="kernel files import TileLang")
 
-from qla_kernels import inspect, jit
-from qla_kernels.inspect import sass
-from qla_kernels.inspect.command import main
-from qla_kernels.inspect.gather import Facts
+from qla_kernels.lab import inspect
+from qla_kernels.lab.inspect import sass
+from qla_kernels.lab.inspect.command import main
+from qla_kernels.lab.inspect.gather import Facts
+from qla_kernels.runtime import jit
 from tests.static import broken, broken_rows
 from tests.static.one_unit import one_unit
 

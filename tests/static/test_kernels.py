@@ -11,11 +11,12 @@ import pytest
 
 pytest.importorskip("tilelang", reason="kernel files import TileLang")
 
-from qla_kernels import digests, inspect, jit
-from qla_kernels.emulator.lowering import kept_at
-from qla_kernels.errors import Unsupported
-from qla_kernels.inspect import gather, sass
-from qla_kernels.shared_memory import buffers_by_name
+from qla_kernels.lab import inspect
+from qla_kernels.lab.emulator.lowering import kept_at
+from qla_kernels.lab.inspect import gather, sass
+from qla_kernels.runtime import digests, jit
+from qla_kernels.runtime.errors import Unsupported
+from qla_kernels.runtime.shared_memory import buffers_by_name
 from tests import lowered
 from tests.emulated.test_cases import BY_TYPE, same_as_bf16
 from tests.static import checked

@@ -2,7 +2,7 @@
 
 import pytest
 
-from qla_kernels.inspect.command import main
+from qla_kernels.lab.inspect.command import main
 from tests.readme import ROOT
 
 FILE = ROOT / "examples" / "own_kernel.py"

@@ -4,8 +4,8 @@ import ast
 
 import pytest
 
-from qla_kernels.inspect import sass, script, source
-from qla_kernels.inspect.threads import THREAD, Threads, parse_c, split
+from qla_kernels.lab.inspect import sass, script, source
+from qla_kernels.lab.inspect.threads import THREAD, Threads, parse_c, split
 
 CTA = frozenset(range(256))
 

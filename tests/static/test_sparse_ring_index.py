@@ -6,7 +6,8 @@ import pytest
 
 pytest.importorskip("tilelang", reason="kernel files import TileLang")
 
-from qla_kernels import inspect, jit
+from qla_kernels.lab import inspect
+from qla_kernels.runtime import jit
 from qla_kernels.sparse_ring.kernels import window_lse, window_mass
 
 pytestmark = pytest.mark.usefixtures("disassembler")

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from qla_kernels import device, jit
 from qla_kernels.gdn.anchored.extend import Extension, Slots, extend
 from qla_kernels.gdn.anchored.ops import POOL_OP, Rejection
 from qla_kernels.gdn.call import Call, Options
@@ -15,7 +14,8 @@ from qla_kernels.gdn.launch.chunks import l2norm_fwd
 from qla_kernels.gdn.launch.pools import Places
 from qla_kernels.gdn.launch.tensors import low_words
 from qla_kernels.gdn.shapes import STEP_COLUMNS, key_room
-from qla_kernels.sm90 import dtype_name, require_aligned
+from qla_kernels.runtime import device, jit
+from qla_kernels.runtime.sm90 import dtype_name, require_aligned
 
 
 @torch.no_grad()

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels.arguments import check_words
-from qla_kernels.errors import need
 from qla_kernels.gdn import cpu
 from qla_kernels.gdn.anchored.extend import Extension, Slots, extend, live_slots
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.ops import checked, l2norm_fwd, state_dtype
-from qla_kernels.operators import Overwritten, define_on_records, imported_late
+from qla_kernels.runtime.arguments import check_words
+from qla_kernels.runtime.errors import need
+from qla_kernels.runtime.operators import Overwritten, define_on_records, imported_late
 
 POOL_OP = "GdnPool"
 

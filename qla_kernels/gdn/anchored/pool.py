@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-from qla_kernels.arguments import flag
-from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn.anchored.extend import Extension, Slots, slot_parts
 from qla_kernels.gdn.anchored.ops import POOL_OP, Rejection, gdn_pool_extend, gdn_pool_reject
 from qla_kernels.gdn.call import Call, Options
@@ -19,8 +17,10 @@ from qla_kernels.gdn.validate import (
     expect_tensor,
     refusal,
 )
-from qla_kernels.programs import RECORD, Programs
-from qla_kernels.sm90 import dtype_name, expect_tensors, require
+from qla_kernels.runtime.arguments import flag
+from qla_kernels.runtime.errors import Unsupported, need
+from qla_kernels.runtime.programs import RECORD, Programs
+from qla_kernels.runtime.sm90 import dtype_name, expect_tensors, require
 
 DECODES, REJECTS = Programs(f"{POOL_OP}.decode"), Programs(f"{POOL_OP}.reject")
 

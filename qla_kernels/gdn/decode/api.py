@@ -9,9 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qla_kernels.arguments import flag
-from qla_kernels.derivatives import refuse_forward_mode
-from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.decode.ops import (
     OP,
@@ -32,8 +29,11 @@ from qla_kernels.gdn.decode.validate import (
 )
 from qla_kernels.gdn.keywords import checked_flags, refuse_unknown, scale_of, take_layout
 from qla_kernels.gdn.validate import Gate, check_activations, check_tensors, wants_gradients
-from qla_kernels.programs import RECORD, Programs
-from qla_kernels.sm90 import expect_tensors, require
+from qla_kernels.runtime.arguments import flag
+from qla_kernels.runtime.derivatives import refuse_forward_mode
+from qla_kernels.runtime.errors import Unsupported, need
+from qla_kernels.runtime.programs import RECORD, Programs
+from qla_kernels.runtime.sm90 import expect_tensors, require
 
 DECODING = Programs(OP, gradients=True)
 

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qla_kernels import device, jit
-from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.decode.ops import OP, VERIFY_OP, Decoded, Drafts, Norm, Pool
 from qla_kernels.gdn.decode.validate import in_whole_pieces
@@ -25,7 +23,9 @@ from qla_kernels.gdn.launch.tensors import (
     pass_state_through,
 )
 from qla_kernels.gdn.shapes import STATE_PIECE, key_room
-from qla_kernels.sm90 import dtype_name
+from qla_kernels.runtime import device, jit
+from qla_kernels.runtime.errors import Unsupported, need
+from qla_kernels.runtime.sm90 import dtype_name
 
 
 @torch.no_grad()

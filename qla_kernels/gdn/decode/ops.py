@@ -14,13 +14,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels.arguments import check_words
-from qla_kernels.cpu import reference
-from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn import contents
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.ops import checked, state_dtype
-from qla_kernels.operators import Overwritten, define_on_records, imported_late, refuse_backward
+from qla_kernels.runtime.arguments import check_words
+from qla_kernels.runtime.cpu import reference
+from qla_kernels.runtime.errors import Unsupported, need
+from qla_kernels.runtime.operators import (
+    Overwritten,
+    define_on_records,
+    imported_late,
+    refuse_backward,
+)
 
 OP = "fused_recurrent_gated_delta_rule"
 VERIFY_OP = "verify_gated_delta_rule"

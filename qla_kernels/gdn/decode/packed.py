@@ -8,9 +8,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from qla_kernels.arguments import flag
-from qla_kernels.derivatives import refuse_forward_mode
-from qla_kernels.errors import need
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.decode.ops import Pool, gdn_recurrent_norm, gdn_recurrent_slots
 from qla_kernels.gdn.decode.validate import (
@@ -24,8 +21,11 @@ from qla_kernels.gdn.decode.validate import (
 )
 from qla_kernels.gdn.keywords import scale_of
 from qla_kernels.gdn.validate import Gate, check_activations, check_tensors
-from qla_kernels.programs import RECORD, Programs
-from qla_kernels.sm90 import expect_tensors, require
+from qla_kernels.runtime.arguments import flag
+from qla_kernels.runtime.derivatives import refuse_forward_mode
+from qla_kernels.runtime.errors import need
+from qla_kernels.runtime.programs import RECORD, Programs
+from qla_kernels.runtime.sm90 import expect_tensors, require
 
 PACKED_OP = "packed_decode_gated_delta_rule"
 PACKED = Programs(PACKED_OP)

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qla_kernels.errors import need
 from qla_kernels.gdn.decode.ops import OP, Norm
 from qla_kernels.gdn.shapes import NORM_SIZES, STATE_PIECE
 from qla_kernels.gdn.validate import ELSEWHERE, expect_shape, expect_tensor, refusal
-from qla_kernels.sm90 import alternatives, dtype_name, expect_tensors
+from qla_kernels.runtime.errors import need
+from qla_kernels.runtime.sm90 import alternatives, dtype_name, expect_tensors
 
 ACTIVATIONS = ("silu", "swish", "sigmoid")  # of the output gate
 RECORDED = (  # a refusal of calls that overwrite a pool

@@ -3,9 +3,6 @@
 import torch
 from torch import Tensor
 
-from qla_kernels.arguments import flag
-from qla_kernels.derivatives import refuse_forward_mode
-from qla_kernels.errors import need
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.decode.ops import VERIFY_OP, Drafts, gdn_verify
 from qla_kernels.gdn.decode.validate import (
@@ -18,8 +15,11 @@ from qla_kernels.gdn.decode.validate import (
 )
 from qla_kernels.gdn.keywords import checked_flags, scale_of
 from qla_kernels.gdn.validate import Gate, check_activations, check_tensors
-from qla_kernels.programs import RECORD, Programs
-from qla_kernels.sm90 import dtype_name, expect_tensors, require
+from qla_kernels.runtime.arguments import flag
+from qla_kernels.runtime.derivatives import refuse_forward_mode
+from qla_kernels.runtime.errors import need
+from qla_kernels.runtime.programs import RECORD, Programs
+from qla_kernels.runtime.sm90 import dtype_name, expect_tensors, require
 
 VERIFYING = Programs(VERIFY_OP)
 

@@ -6,12 +6,12 @@ Both directions also cast and pack. Nothing is launched where there is nothing t
 import torch
 from torch import Tensor
 
-from qla_kernels import jit
 from qla_kernels.gdn.kernels import activate as activate_kernel
 from qla_kernels.gdn.kernels import activate_bwd as activate_bwd_kernel
 from qla_kernels.gdn.kernels import gate_sums as gate_sums_kernel
 from qla_kernels.gdn.kernels.raw_gates import DTYPES
 from qla_kernels.gdn.launch.tensors import num_live_tokens, of_part, parts_in_reach
+from qla_kernels.runtime import jit
 
 _PLACES = {getattr(torch, name): place for place, name in enumerate(DTYPES)}
 

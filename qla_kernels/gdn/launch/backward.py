@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from qla_kernels import device, jit
 from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
 from qla_kernels.gdn.kernels import chunk_grads as chunk_grads_kernel
 from qla_kernels.gdn.kernels import l2norm as l2norm_kernel
@@ -28,7 +27,8 @@ from qla_kernels.gdn.launch.wide_backward import wide_grads
 from qla_kernels.gdn.ops import GdnBackward
 from qla_kernels.gdn.shapes import key_room
 from qla_kernels.gdn.validate import OP
-from qla_kernels.sm90 import dtype_name, readable, require_aligned
+from qla_kernels.runtime import device, jit
+from qla_kernels.runtime.sm90 import dtype_name, readable, require_aligned
 from qla_kernels.tile.constants import CHUNK
 
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels import device, jit
 from qla_kernels.gdn import heuristics
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.kernels import chunk_states as chunk_states_kernel
@@ -27,9 +26,10 @@ from qla_kernels.gdn.launch.tensors import (
 )
 from qla_kernels.gdn.launch.wide_chains import room_for_values, wide_states
 from qla_kernels.gdn.shapes import PART_COLUMNS, WIDE, key_room
-from qla_kernels.sm90 import dtype_name
+from qla_kernels.runtime import device, jit
+from qla_kernels.runtime.sm90 import dtype_name
+from qla_kernels.runtime.varlen import capacity
 from qla_kernels.tile.constants import CHUNK
-from qla_kernels.varlen import capacity
 
 
 class DsInDv(NamedTuple):

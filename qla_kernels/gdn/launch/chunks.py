@@ -5,7 +5,6 @@ import functools
 import torch
 from torch import Tensor
 
-from qla_kernels import device, jit
 from qla_kernels.gdn import heuristics
 from qla_kernels.gdn.kernels import fused_fwd as fused_fwd_kernel
 from qla_kernels.gdn.kernels import gate as gate_kernel
@@ -28,9 +27,10 @@ from qla_kernels.gdn.launch.tensors import (
 )
 from qla_kernels.gdn.shapes import key_room
 from qla_kernels.gdn.validate import OP
-from qla_kernels.sm90 import dtype_name, require_aligned
+from qla_kernels.runtime import device, jit
+from qla_kernels.runtime.sm90 import dtype_name, require_aligned
+from qla_kernels.runtime.varlen import ChunkTable
 from qla_kernels.tile.constants import CHUNK
-from qla_kernels.varlen import ChunkTable
 
 
 def l2norm_fwd(x: Tensor) -> Tensor:

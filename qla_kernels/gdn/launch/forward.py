@@ -8,7 +8,6 @@ its own: wide_forward.py.
 import torch
 from torch import Tensor
 
-from qla_kernels import device
 from qla_kernels.gdn import choices, heuristics, ops
 from qla_kernels.gdn import plan as gdn_plan
 from qla_kernels.gdn.bands import Bands
@@ -44,8 +43,9 @@ from qla_kernels.gdn.ops import GdnForward
 from qla_kernels.gdn.plan import Plan
 from qla_kernels.gdn.shapes import WIDE
 from qla_kernels.gdn.validate import OP
-from qla_kernels.sm90 import require_aligned
-from qla_kernels.varlen import ChunkTable
+from qla_kernels.runtime import device
+from qla_kernels.runtime.sm90 import require_aligned
+from qla_kernels.runtime.varlen import ChunkTable
 
 __all__ = ["fused_fwd", "gate", "gdn_bwd", "gdn_fwd", "kkt_solve", "l2norm_bwd", "l2norm_fwd"]
 

@@ -8,11 +8,11 @@ a key head anyway. Values and states are views in parts. Gates, betas and A are 
 
 from torch import Tensor
 
-from qla_kernels import jit
 from qla_kernels.gdn.kernels import part_sums as part_sums_kernel
 from qla_kernels.gdn.kernels import repeat_gates as repeat_gates_kernel
 from qla_kernels.gdn.shapes import part_columns
-from qla_kernels.sm90 import dtype_name
+from qla_kernels.runtime import jit
+from qla_kernels.runtime.sm90 import dtype_name
 
 
 def num_parts(V: int) -> int:

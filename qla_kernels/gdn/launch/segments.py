@@ -14,8 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels import device, jit
-from qla_kernels.device_tables import kept, numbers
 from qla_kernels.gdn import heuristics
 from qla_kernels.gdn.kernels import segment_map as segment_map_kernel
 from qla_kernels.gdn.kernels import segment_map_bwd as segment_map_bwd_kernel
@@ -25,9 +23,11 @@ from qla_kernels.gdn.kernels.chain.layout import TILE
 from qla_kernels.gdn.launch.tensors import no_chunks, no_state, tokens
 from qla_kernels.gdn.plan import capacity
 from qla_kernels.gdn.shapes import key_room
-from qla_kernels.sm90 import dtype_name
+from qla_kernels.runtime import device, jit
+from qla_kernels.runtime.device_tables import kept, numbers
+from qla_kernels.runtime.sm90 import dtype_name
+from qla_kernels.runtime.varlen import ChunkTable
 from qla_kernels.tile.constants import CHUNK
-from qla_kernels.varlen import ChunkTable
 
 Rows = tuple[tuple[int, int, int], ...]
 

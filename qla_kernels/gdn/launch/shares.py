@@ -4,11 +4,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from qla_kernels import jit
 from qla_kernels.gdn.kernels import share_table as share_table_kernel
 from qla_kernels.gdn.kernels.chain.layout import TILE
 from qla_kernels.gdn.kernels.chain.shares import PIECE_COLUMNS, SHARE_COLUMNS
-from qla_kernels.sm90 import dtype_name
+from qla_kernels.runtime import jit
+from qla_kernels.runtime.sm90 import dtype_name
 from qla_kernels.tile.constants import CHUNK
 
 CUT_ALL = 1 << 30  # chunks of a sequence that there is not

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels import device
 from qla_kernels.gdn import choices
 from qla_kernels.gdn import plan as gdn_plan
 from qla_kernels.gdn.bands import GradientBands
@@ -34,7 +33,8 @@ from qla_kernels.gdn.launch.tensors import (
 )
 from qla_kernels.gdn.launch.wide_chains import room_for_values, wide_dstate, wide_states
 from qla_kernels.gdn.shapes import WIDE, leaves_values
-from qla_kernels.varlen import ChunkTable
+from qla_kernels.runtime import device
+from qla_kernels.runtime.varlen import ChunkTable
 
 
 class BackwardBatch(NamedTuple):

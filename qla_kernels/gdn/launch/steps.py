@@ -15,8 +15,8 @@ from qla_kernels.gdn.launch.pools import Places
 from qla_kernels.gdn.launch.segments import NO_ENDS, Maps, OpenEnds, Segments
 from qla_kernels.gdn.launch.tensors import WHOLE, of_part, room_for_chunks, sequence_bounds
 from qla_kernels.gdn.plan import Plan
+from qla_kernels.runtime.varlen import ChunkTable
 from qla_kernels.tile.constants import CHUNK
-from qla_kernels.varlen import ChunkTable
 
 
 class FlatBatch(NamedTuple):

@@ -7,8 +7,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qla_kernels import device, jit
-from qla_kernels.device_tables import kept
 from qla_kernels.gdn.call import Call
 from qla_kernels.gdn.choices import BatchLengths
 from qla_kernels.gdn.durations import Lengths
@@ -16,9 +14,11 @@ from qla_kernels.gdn.kernels import chunk_table as chunk_table_kernel
 from qla_kernels.gdn.paths import Shape
 from qla_kernels.gdn.plan import rounded, sequence_chunks
 from qla_kernels.gdn.shapes import key_room
-from qla_kernels.sm90 import dtype_name
+from qla_kernels.runtime import device, jit
+from qla_kernels.runtime.device_tables import kept
+from qla_kernels.runtime.sm90 import dtype_name
+from qla_kernels.runtime.varlen import ChunkTable, capacity
 from qla_kernels.tile.constants import CHUNK
-from qla_kernels.varlen import ChunkTable, capacity
 
 WHOLE = slice(None)
 REACH = 1 << 31  # bytes that an int32 step can cover; a number has at most 8 bytes

@@ -6,13 +6,13 @@ They need only 128 columns of K at a time. V is any multiple of 64.
 import torch
 from torch import Tensor
 
-from qla_kernels import device, jit
 from qla_kernels.gdn.kernels import wide_grads as wide_grads_kernel
 from qla_kernels.gdn.kernels.chain.layout import TILE
 from qla_kernels.gdn.launch.states import BackwardBatch, ValueStates
 from qla_kernels.gdn.launch.tensors import tokens
 from qla_kernels.gdn.shapes import key_room
-from qla_kernels.sm90 import dtype_name
+from qla_kernels.runtime import device, jit
+from qla_kernels.runtime.sm90 import dtype_name
 
 
 def wide_grads(x: BackwardBatch, states: ValueStates, out: tuple[Tensor, ...]) -> None:

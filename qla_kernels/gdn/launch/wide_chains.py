@@ -6,13 +6,13 @@
 import torch
 from torch import Tensor
 
-from qla_kernels import jit
 from qla_kernels.gdn.kernels import wide_dstate as wide_dstate_kernel
 from qla_kernels.gdn.kernels import wide_states as wide_states_kernel
 from qla_kernels.gdn.kernels.chain.layout import TILE
 from qla_kernels.gdn.launch.tensors import no_state, pass_state_through, spans, tokens
 from qla_kernels.gdn.shapes import key_room
-from qla_kernels.sm90 import dtype_name
+from qla_kernels.runtime import jit
+from qla_kernels.runtime.sm90 import dtype_name
 from qla_kernels.tile.constants import CHUNK
 
 

@@ -5,7 +5,6 @@ V is any multiple of 64.
 
 from torch import Tensor
 
-from qla_kernels import device, jit
 from qla_kernels.gdn.kernels import solve_score as solve_score_kernel
 from qla_kernels.gdn.kernels import wide_fwd as wide_fwd_kernel
 from qla_kernels.gdn.kernels.chain.layout import GATE_ROWS, TILE
@@ -20,9 +19,10 @@ from qla_kernels.gdn.launch.tensors import (
 )
 from qla_kernels.gdn.launch.wide_segments import wide_starts
 from qla_kernels.gdn.plan import Plan
-from qla_kernels.sm90 import dtype_name
+from qla_kernels.runtime import device, jit
+from qla_kernels.runtime.sm90 import dtype_name
+from qla_kernels.runtime.varlen import ChunkTable
 from qla_kernels.tile.constants import CHUNK
-from qla_kernels.varlen import ChunkTable
 
 
 def wide_forward(

@@ -7,14 +7,14 @@ state that leaves it, and cold if its map is needed.
 import torch
 from torch import Tensor
 
-from qla_kernels import jit
 from qla_kernels.gdn.kernels import wide_map as wide_map_kernel
 from qla_kernels.gdn.kernels import wide_scan as wide_scan_kernel
 from qla_kernels.gdn.kernels import wide_windows as wide_windows_kernel
 from qla_kernels.gdn.launch.segments import Segments
 from qla_kernels.gdn.launch.tensors import no_state, tokens
 from qla_kernels.gdn.wide_plan import map_tile
-from qla_kernels.sm90 import dtype_name
+from qla_kernels.runtime import jit
+from qla_kernels.runtime.sm90 import dtype_name
 from qla_kernels.tile.constants import CHUNK
 
 

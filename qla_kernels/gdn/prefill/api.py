@@ -3,9 +3,6 @@
 import torch
 from torch import Tensor
 
-from qla_kernels.arguments import flag, integer
-from qla_kernels.derivatives import refuse_forward_mode
-from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn import ops
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.decode.validate import (
@@ -25,8 +22,11 @@ from qla_kernels.gdn.validate import (
     refusal,
     wants_gradients,
 )
-from qla_kernels.programs import RECORD, Programs
-from qla_kernels.sm90 import dtype_name, require
+from qla_kernels.runtime.arguments import flag, integer
+from qla_kernels.runtime.derivatives import refuse_forward_mode
+from qla_kernels.runtime.errors import Unsupported, need
+from qla_kernels.runtime.programs import RECORD, Programs
+from qla_kernels.runtime.sm90 import dtype_name, require
 from qla_kernels.tile.constants import CHUNK
 
 PREFILLS = Programs(PREFILL_OP, gradients=True)

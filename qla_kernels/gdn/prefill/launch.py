@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from qla_kernels import device
 from qla_kernels.gdn import heuristics
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.launch.forward import activated_batch, forward_batch, planned
@@ -19,7 +18,8 @@ from qla_kernels.gdn.launch.tensors import (
 from qla_kernels.gdn.plan import Plan
 from qla_kernels.gdn.prefill.ops import PREFILL_OP, Prefill
 from qla_kernels.gdn.shapes import POOL_KEYS
-from qla_kernels.sm90 import require_aligned
+from qla_kernels.runtime import device
+from qla_kernels.runtime.sm90 import require_aligned
 from qla_kernels.tile.constants import CHUNK
 
 NEVER = 1 << 30  # chunks: no sequence has so many

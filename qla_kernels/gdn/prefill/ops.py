@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels.arguments import check_words
-from qla_kernels.cpu import reference
-from qla_kernels.errors import need
 from qla_kernels.gdn import contents
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.ops import checked
-from qla_kernels.operators import Overwritten, define_on_records, imported_late
+from qla_kernels.runtime.arguments import check_words
+from qla_kernels.runtime.cpu import reference
+from qla_kernels.runtime.errors import need
+from qla_kernels.runtime.operators import Overwritten, define_on_records, imported_late
 from qla_kernels.tile.constants import CHUNK
 
 PREFILL_OP = "prefill_gated_delta_rule"

@@ -11,10 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qla_kernels import device
-from qla_kernels.arguments import checks_contents
-from qla_kernels.derivatives import refuse_forward_mode
-from qla_kernels.errors import Unsupported, need
 from qla_kernels.gdn import contents
 from qla_kernels.gdn.autograd import apply_sharded, normalised
 from qla_kernels.gdn.call import Call, Options
@@ -37,7 +33,11 @@ from qla_kernels.gdn.validate import (
     check_tensors,
     refusal,
 )
-from qla_kernels.sm90 import dtype_name, require
+from qla_kernels.runtime import device
+from qla_kernels.runtime.arguments import checks_contents
+from qla_kernels.runtime.derivatives import refuse_forward_mode
+from qla_kernels.runtime.errors import Unsupported, need
+from qla_kernels.runtime.sm90 import dtype_name, require
 
 
 class CheckedCall(NamedTuple):

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qla_kernels.errors import need
 from qla_kernels.gdn.sharded.layouts import (
     CONTIGUOUS,
     LAYOUTS,
@@ -29,8 +28,9 @@ from qla_kernels.gdn.sharded.layouts import (
     local_bounds,
     stretches,
 )
-from qla_kernels.ranks import RankError, expect_equal, lost_ranks_explained
-from qla_kernels.sm90 import Reason
+from qla_kernels.runtime.errors import need
+from qla_kernels.runtime.ranks import RankError, expect_equal, lost_ranks_explained
+from qla_kernels.runtime.sm90 import Reason
 
 Facts = tuple[object, ...]  # properties of a call that must be the same on all ranks
 TOKENS_FACT = "the number of tokens"  # the fact that changes from batch to batch

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qla_kernels.cpu import reference
 from qla_kernels.gdn import cpu
 from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
 from qla_kernels.gdn.ops import GdnBackward, state_dtype
 from qla_kernels.gdn.sharded.exchange import neighbours
 from qla_kernels.gdn.sharded.ops import Arriving, ShardForward, ShardPlace, facts_of
+from qla_kernels.runtime.cpu import reference
 
 
 @torch.no_grad()

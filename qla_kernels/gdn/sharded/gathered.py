@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qla_kernels.errors import need
 from qla_kernels.gdn.sharded.context import LINKS, Facts
 from qla_kernels.gdn.sharded.layouts import Stretch, held_by, holder
-from qla_kernels.ranks import RankError, lost_ranks_explained
+from qla_kernels.runtime.errors import need
+from qla_kernels.runtime.ranks import RankError, lost_ranks_explained
 
 # all_gather_into_tensor warns since torch 2.13, which has the new name
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels import device
 from qla_kernels.gdn import plan as gdn_plan
 from qla_kernels.gdn.call import Call, Options, SavedForward
 from qla_kernels.gdn.launch import activations, segments
@@ -40,8 +39,9 @@ from qla_kernels.gdn.sharded.gathered import lines, signatures
 from qla_kernels.gdn.sharded.ops import Arriving, ShardForward, ShardPlace, facts_of
 from qla_kernels.gdn.sharded.wide import wide_shard_forward, wide_shard_states
 from qla_kernels.gdn.validate import OP
-from qla_kernels.programs import Programs
-from qla_kernels.sm90 import require_aligned
+from qla_kernels.runtime import device
+from qla_kernels.runtime.programs import Programs
+from qla_kernels.runtime.sm90 import require_aligned
 
 SHARD_FORWARDS, SHARD_BACKWARDS = (
     [Programs(f"{OP}, a rank's {way} {when} the gather") for when in ("before", "behind")]

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qla_kernels import jit
-from qla_kernels.device_tables import kept, numbers
 from qla_kernels.gdn.kernels import link_fold as link_fold_kernel
 from qla_kernels.gdn.kernels import link_rows as link_rows_kernel
 from qla_kernels.gdn.kernels import link_start as link_start_kernel
@@ -20,6 +18,8 @@ from qla_kernels.gdn.launch import segments
 from qla_kernels.gdn.launch.segments import Maps, OpenEnds, Segments
 from qla_kernels.gdn.sharded.gathered import Passed
 from qla_kernels.gdn.sharded.layouts import Stretch
+from qla_kernels.runtime import jit
+from qla_kernels.runtime.device_tables import kept, numbers
 
 Lines = Sequence[Sequence[Passed]]
 

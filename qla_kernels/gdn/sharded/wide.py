@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels import device
 from qla_kernels.gdn import plan as gdn_plan
 from qla_kernels.gdn.launch.states import BackwardBatch, ValueStates
 from qla_kernels.gdn.launch.steps import FlatBatch, SavedChunks
@@ -22,6 +21,7 @@ from qla_kernels.gdn.launch.tensors import chunk_table, spans
 from qla_kernels.gdn.launch.wide_chains import room_for_values, wide_dstate, wide_states
 from qla_kernels.gdn.launch.wide_forward import solve_score, wide_fwd
 from qla_kernels.gdn.sharded.exchange import Neighbours
+from qla_kernels.runtime import device
 
 
 class _Sequences(NamedTuple):

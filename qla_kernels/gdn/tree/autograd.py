@@ -5,13 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qla_kernels.derivatives import refuse_second_derivative
 from qla_kernels.gdn.autograd import gradients, normalised, restored, save, without_aliases
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.ops import GdnBackward
 from qla_kernels.gdn.tree import ops
 from qla_kernels.gdn.tree.tables import DeltaTables
-from qla_kernels.programs import Programs
+from qla_kernels.runtime.derivatives import refuse_second_derivative
+from qla_kernels.runtime.programs import Programs
 
 TREE_OP = "shared_prefix_gated_delta_rule"
 

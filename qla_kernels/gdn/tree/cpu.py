@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from qla_kernels.cpu import reference
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.cpu import activated, raw_gradients, swapped
 from qla_kernels.gdn.ops import GdnBackward
 from qla_kernels.gdn.tree.ops import IncomingTree, SavedTree, TreeForward
 from qla_kernels.gdn.tree.tables import DeltaTables
+from qla_kernels.runtime.cpu import reference
 from qla_kernels.tile.constants import CHUNK
 
 

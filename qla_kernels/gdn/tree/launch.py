@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qla_kernels import device, jit
 from qla_kernels.gdn import plan as gdn_plan
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.durations import Lengths, both_chains
@@ -37,8 +36,9 @@ from qla_kernels.gdn.shapes import WIDE, key_room, leaves_values
 from qla_kernels.gdn.tree.autograd import TREE_OP
 from qla_kernels.gdn.tree.ops import IncomingTree, SavedTree, TreeForward
 from qla_kernels.gdn.tree.tables import DeltaTables
-from qla_kernels.sm90 import require_aligned
-from qla_kernels.varlen import ChunkTable
+from qla_kernels.runtime import device, jit
+from qla_kernels.runtime.sm90 import require_aligned
+from qla_kernels.runtime.varlen import ChunkTable
 
 
 def gdn_tree_fwd(call: Call, tables: DeltaTables, options: Options) -> TreeForward:

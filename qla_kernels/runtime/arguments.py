@@ -1,0 +1,109 @@
+"""Checks of arguments that must be flags, integers or numbers.
+
+`flag`, `integer` and `number` return the argument as a bool, int or float, or raise a ValueError
+that names it. They do not wait for a GPU.
+"""
+
+import operator
+import os
+from collections.abc import Sized
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qla_kernels.runtime.errors import need
+
+
+def switched_on(name: str) -> bool:
+    """Returns True if the environment variable `name` is set, and neither empty nor 0."""
+    return os.environ.get(name, "0") not in ("", "0")
+
+
+def checks_contents() -> bool:
+    """Returns True under QLA_CHECK=1: calls then also check the values that GPU tensors hold."""
+    return switched_on("QLA_CHECK")
+
+
+def check_words(op: str, name: str, x: Tensor) -> None:
+    """Raises ValueError unless all numbers of x fit in int32.
+
+    Kernels read only the low 32 bits of int64 numbers. Synchronizes if x is on a GPU. `op` and
+    `name` are the function and the argument that the error names.
+    """
+    fits = torch.iinfo(torch.int32)
+    if (wrong := (x < fits.min) | (x > fits.max)).any():
+        got, needs = f"{name} has {int(x[wrong][0])}", "numbers that fit in int32"
+        raise ValueError(need(op, got, needs, f"look at what made {name}"))
+
+
+def flag(op: str, name: str, x: Any) -> bool:
+    """Returns x as a bool; None means False. Raises ValueError for all but bools, 0, 1 and None.
+
+    `op` and `name` are the function and the argument that the error names.
+    """
+    if x is True or x is False:
+        return x
+    if x is None:
+        return False
+    if isinstance(x, Tensor | Sized) or x not in (0, 1):
+        raise ValueError(need(op, described(name, x), "True or False", f"pass bool({name})"))
+    return bool(x)
+
+
+def integer(op: str, name: str, x: Any, fix: str = "") -> int:
+    """Returns x as an int, or unchanged if it is a SymInt of torch.compile.
+
+    Raises ValueError unless x is an integer of Python or NumPy, or an integer CPU tensor of one
+    element.
+
+    Args:
+        op, name: the function and the argument that the error names.
+        fix: the end of the error's text, which says what to pass; "pass int(name)" by default.
+    """
+    if type(x) is int or isinstance(x, torch.SymInt):
+        return x  # type: ignore[return-value]
+    try:
+        if isinstance(x, Tensor) and not x.is_cpu:
+            raise TypeError
+        return operator.index(x)
+    except TypeError:
+        text = need(op, described(name, x), "an integer", fix or f"pass int({name})")
+        raise ValueError(text) from None
+
+
+def number(op: str, name: str, x: Any, fix: str = "") -> float:
+    """Returns x as a float.
+
+    Raises ValueError unless x is a real number, or a CPU tensor of one element. The tensor must not
+    require a gradient, because the float is a constant to autograd.
+
+    Args:
+        op, name: the function and the argument that the error names.
+        fix: the end of the error's text, which says what to pass; "pass float(name)" by default.
+    """
+    if type(x) is float:
+        return x
+    if isinstance(x, Tensor):
+        fits = x.is_cpu and x.numel() == 1 and not (x.requires_grad or x.is_complex())
+    else:
+        fits = isinstance(x, Real | torch.SymFloat | torch.SymInt)
+    if not fits:
+        raise ValueError(need(op, described(name, x), "a number", fix or f"pass float({name})"))
+    return float(x)
+
+
+def described(name: str, x: object) -> str:
+    """Returns a description of the argument `name` with the value x, for error messages.
+
+    For example "n is 'a' of type str", or "x is a float32 tensor of shape (2, 3) on cpu".
+    """
+    if isinstance(x, Tensor):
+        with_grad = " that requires a gradient" if x.requires_grad else ""
+        dtype = str(x.dtype).removeprefix("torch.")
+        form = f"{'an' if dtype[0] == 'i' else 'a'} {dtype} tensor of shape {tuple(x.shape)}"
+        return f"{name} is {form} on {x.device}{with_grad}"
+    text = repr(x)
+    value = f"{text} " if len(text) <= 40 else ""
+    return f"{name} is {value}of type {type(x).__name__}"
