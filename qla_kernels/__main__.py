@@ -20,14 +20,14 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "doctor": Command("info", "prints versions, GPUs, and what the main calls would run on"),
-    "selftest": Command("selftest", "runs small cases of everything that can run here"),
-    "warmup": Command("warmup", "makes kernels ready before they are needed"),
-    "build": Command("build", "compiles kernels ahead of time"),
-    "check": Command("check", "checks an edited kernel: schedule, emulator, GPU"),
-    "inspect": Command("inspect.command", "compares compiled kernels with their schedules"),
-    "emulate": Command("emulator.command", "emulates the kernel of a file on the CPU"),
-    "digests": Command("digests_command", "prints or compares digests of generated code"),
+    "doctor": Command("lab.doctor", "prints versions, GPUs, and what the main calls would run on"),
+    "selftest": Command("lab.selftest", "runs small cases of everything that can run here"),
+    "warmup": Command("lab.warmup", "makes kernels ready before they are needed"),
+    "build": Command("lab.build", "compiles kernels ahead of time"),
+    "check": Command("lab.check", "checks an edited kernel: schedule, emulator, GPU"),
+    "inspect": Command("lab.inspect.command", "compares compiled kernels with their schedules"),
+    "emulate": Command("lab.emulator.command", "emulates the kernel of a file on the CPU"),
+    "digests": Command("lab.digests", "prints or compares digests of generated code"),
 }
 
 

@@ -7,7 +7,7 @@ changed kernel is not on record, and is lowered. Nothing else is: host code, the
 and definitions are those of the checkout, and every case runs.
 
 `python -m tests.static.checked --write` writes the record. The static tier lowers one variant in 16
-anew and compares the texts; of all variants it compares the digests with qla_kernels/runtime/digests.json.
+anew and compares the texts; of all variants it compares the digests with digests.json.
 """
 
 import json

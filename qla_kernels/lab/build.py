@@ -18,7 +18,7 @@ source distributions and editable installs of the checkout then have the kernels
 write a kernel whose digests differ from digests.json.
 
 Needs TileLang, nvcc and a C compiler, but no GPU. The file holds, compressed, the machine code of
-each variant, without line information, and what a launch needs (`qla_kernels/runtime/native/entry.py`); and
+each variant, without line information, and what a launch needs (`native/entry.py`); and
 a manifest: versions of TileLang and nvcc, and for each variant checksums and the digests of its
 generated code, launch and sources. NOTICES has the licences of headers that are compiled into the
 kernels. The same sources and tools give the same bytes.

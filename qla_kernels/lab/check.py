@@ -6,7 +6,7 @@
 
 Inspection and emulation run at the same time and need no GPU. Of the emulated tests that launch the
 kernel, its cases and those of fewest seconds run first, until one fails or the budget is spent;
-tests that are left out are named. The cases are in qla_kernels/selftest; the emulated tests are in
+tests that are left out are named. The cases are in lab/selftest; the emulated tests are in
 the repository and not in the wheel. The exit status is 1 if something that ran failed.
 """
 
@@ -24,7 +24,7 @@ from qla_kernels.lab import command_line
 from qla_kernels.runtime import jit
 from qla_kernels.runtime.errors import Unsupported, need
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 EMULATED = ROOT / "tests" / "emulated"
 NO_TESTS = 5  # pytest's exit status when nothing was selected
 BUDGET = 100  # CPU seconds of emulated tests

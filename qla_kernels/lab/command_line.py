@@ -6,7 +6,7 @@ from pathlib import Path
 from qla_kernels.runtime.errors import Unsupported, need
 
 PROGRAM = "python -m qla_kernels"
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def parser(command: str, doc: str | None) -> argparse.ArgumentParser:

@@ -2,8 +2,8 @@
 
     python -m qla_kernels digests                          every variant of every kernel
     python -m qla_kernels digests gdn.fused_fwd            one kernel, or one family
-    python -m qla_kernels digests --write                  update qla_kernels/runtime/digests.json
-    python -m qla_kernels digests --check                  compare with qla_kernels/runtime/digests.json
+    python -m qla_kernels digests --write                  update runtime/digests.json
+    python -m qla_kernels digests --check                  compare with runtime/digests.json
     python -m qla_kernels digests --check REV              compare with that file in a git revision
     python -m qla_kernels digests --processes 20           lower each kernel in 20 fresh processes
 
@@ -28,7 +28,7 @@ from qla_kernels.runtime import digests, jit
 from qla_kernels.runtime.errors import Unsupported, need
 from qla_kernels.runtime.native import sources
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 Digests = dict[str, str]  # by the variant's label
 

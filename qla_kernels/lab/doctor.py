@@ -25,7 +25,7 @@ from qla_kernels.runtime import digests, jit
 from qla_kernels.runtime.native import checks, prebuilt
 from qla_kernels.runtime.sm90 import CAPABILITY, head_sizes
 
-PACKAGE = Path(__file__).parent
+PACKAGE = Path(__file__).parents[1]
 
 # Versions with which the tests ran, on CPUs and on a GPU; pyproject.toml accepts more. A test
 # compares them with the constraints that CI installs from.

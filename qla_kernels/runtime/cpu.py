@@ -18,7 +18,7 @@ from qla_kernels.runtime.errors import need
 
 log = logging.getLogger(__name__)
 
-HERE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parents[1]
 NAME = "qla_kernels.reference"
 
 _loading = threading.Lock()
@@ -30,7 +30,7 @@ def reference() -> ModuleType:
 
     Raises ImportError if it is not there.
     """
-    files = [folder / "reference" / "__init__.py" for folder in (HERE, HERE.parent)]
+    files = [folder / "reference" / "__init__.py" for folder in (PACKAGE, PACKAGE.parent)]
     file = next((file for file in files if file.exists()), None)
     if file is None:
         got, fix = "the reference package is absent", "install qla_kernels again"

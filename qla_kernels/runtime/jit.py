@@ -99,7 +99,7 @@ class Assembled:
 
 def kernel_names(family: str | None = None) -> Iterator[tuple[str, str]]:
     """Yields (family, kernel) for every entry of every KERNELS tuple."""
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     for listed in sorted(package.glob("*/kernels/__init__.py")):
         owner = listed.parent.parent.name
         if family in (None, owner):
@@ -110,7 +110,7 @@ def kernel_names(family: str | None = None) -> Iterator[tuple[str, str]]:
 def kernel_modules(family: str | None = None) -> Iterator[Kernel]:
     """Yields every kernel of a family, or of all; imports each when the iterator reaches it."""
     for owner, name in kernel_names(family):
-        module = importlib.import_module(f"{__package__}.{owner}.kernels.{name}")
+        module = importlib.import_module(f"qla_kernels.{owner}.kernels.{name}")
         yield Kernel(owner, name, cast(KernelModule, module))
 
 
@@ -248,9 +248,7 @@ def nvcc() -> Path:
     if not (path := Path(CUDA_HOME or "/usr/local/cuda") / "bin" / "nvcc").exists():
         packages = " ".join(f'"nvidia-{part}==13.0.*"' for part in NVCC_PARTS)
         fix = f"install the CUDA toolkit and set CUDA_HOME, or pip install {packages}"
-        raise Unsupported(
-            need("qla_kernels.runtime.jit", f"no nvcc at {path}", "CUDA 12 or later", fix)
-        )
+        raise Unsupported(need("kernels", f"no nvcc at {path}", "CUDA 12 or later", fix))
     return path
 
 
@@ -292,7 +290,7 @@ def _short(field: str, value: object) -> str:
 
 def label(module: KernelModule, variant: Any) -> str:
     """Returns a variant's name in logs, tests, records and dumps: `gdn.kkt_solve-bf16-k128`."""
-    family, _, name = module.__name__.removeprefix(f"{__package__}.").rpartition(".kernels.")
+    family, _, name = module.__name__.removeprefix("qla_kernels.").rpartition(".kernels.")
     return "-".join(filter(None, (f"{family}.{name}".strip("."), variant_id(variant))))
 
 
@@ -379,4 +377,4 @@ def tilelang_for(tool: str, wanted: str = "") -> Any:
 def _unwritable(got: str) -> str:
     """Returns the text of an error: TileLang could not write to its cache folder."""
     needs = f"a writable cache folder ({cache_dir()}), and free space there and in TMPDIR"
-    return need("qla_kernels.runtime.jit", got, needs, "set TILELANG_CACHE_DIR to another folder")
+    return need("kernels", got, needs, "set TILELANG_CACHE_DIR to another folder")

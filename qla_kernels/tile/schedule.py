@@ -2,7 +2,7 @@
 
 A kernel file states its `Schedule` once and takes thread counts, role spans, `set_max_nreg` values
 and barrier arrive counts from it. The constructor of `Schedule` raises ValueError for a schedule
-that cannot run. `qla_kernels.lab.inspect` compares the rest with the code that the compiler produced.
+that cannot run. `lab.inspect` compares the rest with the code that the compiler produced.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The cases of every kernel (qla_kernels/lab/selftest) on a GPU: every variant, large inputs, too."""
+"""The cases of every kernel (lab/selftest) on a GPU: every variant, large inputs, too."""
 
 from typing import Any
 

@@ -110,7 +110,7 @@ else:
 """)
 
 
-PUBLIC = ("", ".gdn", ".dualkv", ".hybrid", ".conv", ".sparse_ring", ".emulator")
+PUBLIC = ("", ".gdn", ".dualkv", ".hybrid", ".conv", ".sparse_ring", ".lab.emulator")
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -113,7 +113,7 @@ def test_contents(wheel):
 
 def test_the_emulator_s_headers_are_in_it(wheel):
     inside = {info.filename: info for info in zipfile.ZipFile(wheel).infolist()}
-    emulator = ROOT / "qla_kernels" / "emulator"
+    emulator = ROOT / "qla_kernels" / "lab" / "emulator"
     files = [*emulator.glob("device/*.h"), *emulator.glob("runtime/*")]
     names = [file.relative_to(ROOT).as_posix() for file in files]
     assert len(names) > 20
@@ -267,7 +267,7 @@ def test_kernels_of_an_edited_release_are_used_if_they_are_the_same(release, tmp
     for path, text in (
         (package / "conv" / "kernels" / "fwd.py", "# a comment\n"),
         (package / "gdn" / "kernels" / "gate.py", "EDITED = True\n"),
-        (package / "native" / "launcher.c", "/* a comment */\n"),
+        (package / "runtime" / "native" / "launcher.c", "/* a comment */\n"),
     ):
         path.write_text(path.read_text() + text)
     (tmp_path / "out").mkdir()
@@ -284,7 +284,7 @@ def test_kernels_of_an_edited_release_are_used_if_they_are_the_same(release, tmp
 @needs_cc
 def test_without_a_compiler_an_old_launcher_makes_no_wheel_with_kernels(release, tmp_path):
     edited = shutil.copytree(release, tmp_path / "edited")
-    with (edited / "qla_kernels" / "native" / "launcher.c").open("a") as file:
+    with (edited / "qla_kernels" / "runtime" / "native" / "launcher.c").open("a") as file:
         file.write("/* a comment */\n")
     command = [*BUILD[:-2], edited, "-o", tmp_path]
     said = run(*command, cwd=tmp_path, stderr=True, CC="no-compiler")

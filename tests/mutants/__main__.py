@@ -67,7 +67,7 @@ def compiles(mutant: Mutant) -> bool:
     import sysconfig
 
     with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(ROOT / "qla_kernels" / "native", folder, dirs_exist_ok=True)
+        shutil.copytree(ROOT / "qla_kernels" / "runtime" / "native", folder, dirs_exist_ok=True)
         name = Path(folder) / Path(mutant.path).name
         name.write_bytes(mutant.applied(name.read_bytes()))
         flags = *FLAGS, *STRICT, f"-I{sysconfig.get_paths()['include']}"

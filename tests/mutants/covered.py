@@ -19,12 +19,12 @@ def case(kernel: str, variant: str) -> str:
 
 
 HOST = {
-    "arguments.py": ["tests/host/test_arguments.py", CALLS, VERIFYING],
+    "runtime/arguments.py": ["tests/host/test_arguments.py", CALLS, VERIFYING],
     "conv/cpu.py": [DECODING, CONV],
     "conv/launch.py": ["tests/emulated/test_conv.py", "tests/emulated/test_decode_step.py"],
     "conv/validate.py": [DECODING, CONV],
-    "cpu.py": ["tests/host/test_import.py"],
-    "device_tables.py": ["tests/host/test_device_tables.py", PROGRAMS],
+    "runtime/cpu.py": ["tests/host/test_import.py"],
+    "runtime/device_tables.py": ["tests/host/test_device_tables.py", PROGRAMS],
     "dualkv/batch.py": ["tests/host/test_dualkv_batch.py", "tests/host/test_dualkv_packing.py"],
     "dualkv/prefix_tree.py": ["tests/host/test_dualkv_batch.py"],
     "dualkv/tables.py": ["tests/host/test_dualkv_tables.py"],
@@ -48,20 +48,20 @@ HOST = {
     ],
     "gdn/prefill/ops.py": [PREFILL],
     "gdn/sharded/layouts.py": ["tests/host/test_gdn_zigzag.py", "tests/host/test_gdn_cp.py"],
-    "native/pack.py": [LAUNCHER],
-    "native/recorder.py": [PROGRAMS, FAMILIES],
-    "native/symbols.py": [PROGRAMS, FORMS],
-    "native/trace.py": [PROGRAMS, FORMS],
-    "programs.py": [PROGRAMS, FORMS],
+    "runtime/native/pack.py": [LAUNCHER],
+    "runtime/native/recorder.py": [PROGRAMS, FAMILIES],
+    "runtime/native/symbols.py": [PROGRAMS, FORMS],
+    "runtime/native/trace.py": [PROGRAMS, FORMS],
+    "runtime/programs.py": [PROGRAMS, FORMS],
     "sparse_ring/layouts.py": ["tests/host/test_sparse_ring_plan.py",
                                "tests/host/test_sparse_ring_gloo.py"],
     "sparse_ring/select.py": ["tests/host/test_sparse_ring_index.py"],
 }  # fmt: skip
 C = {
-    "native/forms.c": [PROGRAMS, FORMS],
-    "native/launcher.c": [LAUNCHER, PROGRAMS],
-    "native/making.c": [PROGRAMS, FAMILIES, FORMS],
-    "native/programs.c": [PROGRAMS, FAMILIES, FORMS],
+    "runtime/native/forms.c": [PROGRAMS, FORMS],
+    "runtime/native/launcher.c": [LAUNCHER, PROGRAMS],
+    "runtime/native/making.c": [PROGRAMS, FAMILIES, FORMS],
+    "runtime/native/programs.c": [PROGRAMS, FAMILIES, FORMS],
 }
 KERNELS = {
     f"{family}/kernels/{name}.py": [case(f"{family}.{name}", variant), *others]

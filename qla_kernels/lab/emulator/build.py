@@ -127,7 +127,7 @@ def _run(arguments: list[str], lowered: Generated | None, source: Path) -> None:
         raise EmulationError(f"g++ failed on {source}:\n{result.stderr[:4000]}")
     raise UnknownCodeError(
         f"{lowered.name}: TileLang {version()} generated code that the emulator does"
-        f" not know: {'; '.join(names)}. Add it under qla_kernels/lab/emulator/device (README.md there,"
+        f" not know: {'; '.join(names)}. Add it under lab/emulator/device (README.md there,"
         f" 'Teaching it something new'). Translated source: {source}. First message: {first}"
     )
 
@@ -152,7 +152,7 @@ def _architecture() -> tuple[str, ...]:
 
 
 def _lacks(got: str, needs: str, fix: str) -> Unsupported:
-    return Unsupported(need("qla_kernels.lab.emulator", got, needs, fix))
+    return Unsupported(need("emulator", got, needs, fix))
 
 
 def _digest(texts: list[str]) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from qla_kernels.runtime.errors import Unsupported, need
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def folder() -> Path:
@@ -32,7 +32,7 @@ def _made(folder: Path) -> Path:
             raise PermissionError(f"{folder} is read-only")
     except OSError as error:
         got, fix = f"no place for its files ({error})", "set EMU_CACHE to another folder"
-        text = need("qla_kernels.lab.emulator", got, "a folder that it can write", fix)
+        text = need("emulator", got, "a folder that it can write", fix)
         raise Unsupported(text) from error
     return folder
 

@@ -4,8 +4,8 @@
     python -m qla_kernels emulate my_kernels/gemm.py --variant bf16 --seeds 20
 
 The file defines `VARIANTS`, instances of a NamedTuple with the values that change generated code;
-`build(variant)`, which returns the PrimFunc; and `case(variant)`, which returns a
-qla_kernels.lab.emulator.Case: the arguments of a launch, and the numbers that should come out. It is
+`build(variant)`, which returns the PrimFunc; and `case(variant)`, which returns a Case of
+qla_kernels.lab.emulator: the arguments of a launch, and the numbers that should come out. It is
 called once a seed, with torch.manual_seed of the same number. `PASS_CONFIGS` is a dict of
 TileLang's, empty if left out.
 

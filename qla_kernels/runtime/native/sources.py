@@ -15,7 +15,7 @@ from pathlib import Path
 
 from qla_kernels.runtime import digests
 
-PACKAGE = Path(__file__).parent.parent
+PACKAGE = Path(__file__).parents[2]
 
 _FROM = re.compile(r"^\s*from (qla_kernels[\w.]*) import (\([^)]*\)|[^\n]*)", re.MULTILINE)
 _IMPORT = re.compile(r"^\s*import (qla_kernels[\w.]*)", re.MULTILINE)
