@@ -63,7 +63,7 @@ if [ $# -gt 0 ]; then
 fi
 
 # Their tests skip themselves; a line at the end keeps that from going unnoticed.
-missing=$("$python" -c 'from qla_kernels import jit; jit.nvcc()' 2>&1) ||
+missing=$("$python" -c 'from qla_kernels.runtime import jit; jit.nvcc()' 2>&1) ||
   notes+=("NOT RUN: the static tier. ${missing##*$'\n'}")
 command -v g++ >/dev/null || notes+=("NOT RUN: the emulated tier. no g++; apt install g++")
 

@@ -44,7 +44,7 @@ def run(code: str, **environment: str) -> str:
 
 def test_names_are_known_without_tilelang() -> None:
     said = run(
-        "import sys; from qla_kernels import jit; names = list(jit.kernel_names());"
+        "import sys; from qla_kernels.runtime import jit; names = list(jit.kernel_names());"
         "print(('gdn', 'kkt_solve') in names, 'tilelang' in sys.modules)"
     )
     assert said == "True False\n"
@@ -92,9 +92,9 @@ def test_a_home_that_cannot_be_written_names_the_setting() -> None:
     named = rf"'/proc/x'\); {folder}.*TILELANG_CACHE_DIR"
     home = {key: value for key, value in os.environ.items() if key != "TILELANG_CACHE_DIR"}
     for code in (
-        "from qla_kernels import jit; from qla_kernels.attn.kernels import delta; "
+        "from qla_kernels.runtime import jit; from qla_kernels.attn.kernels import delta; "
         "jit.compile(delta, delta.VARIANTS[0])",
-        "from qla_kernels import warmup; exit(warmup.main(['--model', 'qwen3-next']))",
+        "from qla_kernels.lab import warmup; exit(warmup.main(['--model', 'qwen3-next']))",
     ):
         done = subprocess.run(
             [sys.executable, "-c", code],

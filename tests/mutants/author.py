@@ -94,7 +94,10 @@ def verdict(kernel: str, folder: Path) -> str:
     """
     first = f"check.emulated({kernel!r}, check.chosen({kernel!r}, '', False))"
     for command in (
-        ["-c", f"from qla_kernels import check; said = {first}; print(said.said, said, sep='\\n')"],
+        [
+            "-c",
+            f"from qla_kernels.lab import check; said = {first}; print(said.said, said, sep='\\n')",
+        ],
         ["-m", "qla_kernels", "check", kernel, "--budget", "0"],
     ):
         if (said := _noticed(command, folder)) != "survived":
