@@ -15,8 +15,10 @@ import hashlib
 import json
 import sys
 from collections.abc import Sequence
-from functools import cache
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache, partial
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -99,23 +101,36 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--all", action="store_true", help="check all variants again")
     parser.add_argument("--write", action="store_true", help="write what is right")
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes")
     options = parser.parse_args(arguments)
-    known = recorded()["variants"] if FILE.exists() else {}
     keys: dict[str, str] = {}
     failed = 0
-    for kernel in jit.kernel_modules():
-        mine = {v: (jit.label(kernel.module, v), key(kernel, v)) for v in kernel.module.VARIANTS}
-        keys |= dict(mine.values())
-        asked = [v for v, (name, its) in mine.items() if options.all or known.get(name) != its]
-        said, unread = check(kernel, asked) if asked else ([], set())
-        print(f"{kernel}: {len(asked)} of {len(mine)} variants checked", *said, *unread, sep="\n")
-        failed += len(said) + len(unread)
+    names = [str(kernel) for kernel in jit.kernel_modules()]
+    with ProcessPoolExecutor(options.workers, get_context("spawn")) as pool:
+        for mine, said in pool.map(partial(_checked, options.all, options.write), names):
+            keys |= mine
+            print(*said, sep="\n", flush=True)
+            failed += len(said) - 1
     if options.write and not failed:
         text = {"tools": tools(), "variants": dict(sorted(keys.items()))}
         FILE.write_text(json.dumps(text, indent=1) + "\n")
-        for kernel in jit.kernel_modules():
-            lowered.pack(kernel)
     return 1 if failed else 0
+
+
+def _checked(every: bool, write: bool, name: str) -> tuple[dict[str, str], list[str]]:
+    """Checks a kernel; returns the keys of its variants, a line that says so, and what is wrong.
+
+    With `write`, code for the emulated tier is put on record if nothing is wrong.
+    """
+    known = recorded()["variants"] if FILE.exists() else {}
+    kernel = next(kernel for kernel in jit.kernel_modules() if str(kernel) == name)
+    mine = {v: (jit.label(kernel.module, v), key(kernel, v)) for v in kernel.module.VARIANTS}
+    asked = [v for v, (label, its) in mine.items() if every or known.get(label) != its]
+    said, unread = check(kernel, asked) if asked else ([], set())
+    wrong = [*said, *sorted(unread)]
+    if write and not wrong:
+        lowered.pack(kernel)
+    return dict(mine.values()), [f"{name}: {len(asked)} of {len(mine)} variants checked", *wrong]
 
 
 if __name__ == "__main__":
