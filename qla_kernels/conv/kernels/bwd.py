@@ -33,7 +33,7 @@ from qla_kernels.conv.heads import Heads
 from qla_kernels.conv.kernels.heads import (
     HEADS_SOURCE,
     Warp,
-    find_piece,
+    find_place,
     gradients_of_heads,
     pair_barriers,
     uniform,
@@ -60,7 +60,7 @@ from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.schedule import Role, Schedule
 
 BWD_ROWS = 4  # rows of x, and of dy, that a thread has loaded ahead
-NORM_ROWS = 1  # of them, whose norms are computed together
+HEAD_ROWS = 3  # likewise in a warp of heads, whose sums take registers
 
 
 class Variant(NamedTuple):
@@ -91,9 +91,9 @@ def schedule(variant: Variant) -> Schedule:
 class Registers(NamedTuple):
     """A thread's numbers; rows of `line` and `dline` begin with a window of W - 1 tokens."""
 
-    x: Any  # [BWD_ROWS, PIECE] loaded rows, of the tokens from t on
+    x: Any  # [rows, PIECE] loaded rows, of the tokens from t on
     dy: Any
-    line: Any  # [W - 1 + BWD_ROWS, PIECE] x
+    line: Any  # [W - 1 + rows, PIECE] x
     dline: Any  # likewise dz
     w: Any
     b: Any
@@ -101,16 +101,29 @@ class Registers(NamedTuple):
 
 
 @T.macro
-def grad(x, dy, dx, parts, rows, nodes, of, r, W, run, end_run, piece, least, norms):
-    """Takes a run of tokens; `norms` says at compile time whether the warp's channels are heads."""
-    num_tokens = x.shape[0]
+def grad(
+    x, dy, dx, parts, rows, nodes, of, r_w, r_b, r_sum, run, end_run, left: T.Ref, piece, least,
+    norms,
+):  # fmt: skip
+    """Takes a run of tokens, and sets `left` to the first that is of no sequence, or to end_run.
+
+    `norms` says at compile time whether the warp's channels are heads.
+    """
+    num_tokens, W = x.shape[0], r_sum.shape[0] - 1
+    ahead = HEAD_ROWS if norms else BWD_ROWS
+    r_x = T.alloc_local((ahead, PIECE), x.dtype)
+    r_dy = T.alloc_local((ahead, PIECE), x.dtype)
+    r_line = T.alloc_local((W - 1 + ahead, PIECE), "float32")
+    r_dline = T.alloc_local((W - 1 + ahead, PIECE), "float32")
+    r = Registers(r_x, r_dy, r_line, r_dline, r_w, r_b, r_sum)
     node, begin, end, first, stop, t = (T.alloc_var("int32") for _ in range(6))
-    first = run
+    end = run  # of the tokens so far
     find_node(nodes, run, num_tokens, node)  # 1
     node = uniform(node)
-    while (node < nodes.num_nodes) & (first < end_run):
+    while (node < nodes.num_nodes) & (end < end_run):
+        first = end
         begin = uniform(T.min(bound(nodes, node, num_tokens), first))
-        end = uniform(bound(nodes, node + 1, num_tokens))
+        end = T.max(first, uniform(bound(nodes, node + 1, num_tokens)))
         stop = T.min(end, end_run)
         if first < stop:
             load_window(x, nodes, r.line, r.x, node, begin, first, piece, num_tokens)  # 2
@@ -124,41 +137,37 @@ def grad(x, dy, dx, parts, rows, nodes, of, r, W, run, end_run, piece, least, no
                 norms,
             )  # fmt: skip
             t = first + W - 1
-            while t + BWD_ROWS <= stop:
+            while t + ahead <= stop:
                 take_rows(x, dy, dx, of, r, W, t, end - 1, piece, least, norms)
-                t += BWD_ROWS
+                t += ahead
             take_tail(
                 x, dy, dx, parts, rows, nodes, of, r, W, t, node, stop, end, piece, least, norms
             )
-        first = T.max(first, end)
         node += 1
-    if node == nodes.num_nodes:
-        clear_rows(dx, first, end_run, piece)
+    left = T.if_then_else(node == nodes.num_nodes, end, end_run)
 
 
 @T.macro
 def take_rows(x, dy, dx, of, r, W, t, last, piece, least, norms):
-    """Takes BWD_ROWS tokens of the run, and writes dx of those W - 1 places before them."""
+    """Takes as many tokens as are loaded, and writes dx of those W - 1 places before them."""
     r_dx = T.alloc_local((PIECE,), dx.dtype)
-    rows = NORM_ROWS if norms else 1
-    for u in T.unroll(0, BWD_ROWS, rows):
-        for i in T.unroll(rows):
-            for e in T.unroll(PIECE):
-                r.line[W - 1 + u + i, e] = r.x[u + i, e]
-                r.dline[W - 1 + u + i, e] = r.dy[u + i, e]
-            load_row(x, r.x, u + i, t + BWD_ROWS + u + i, last, piece)  # 3
-            load_row(dy, r.dy, u + i, t + BWD_ROWS + u + i, last, piece)
+    ahead = r.x.shape[0]
+    for u in T.unroll(ahead):
+        for e in T.unroll(PIECE):
+            r.line[W - 1 + u, e] = r.x[u, e]
+            r.dline[W - 1 + u, e] = r.dy[u, e]
+        load_row(x, r.x, u, t + ahead + u, last, piece)  # 3
+        load_row(dy, r.dy, u, t + ahead + u, last, piece)
         if norms:
-            differentiate_heads(r, W, u, rows, of, least)  # 4
-        for i in T.unroll(rows):
-            for e in T.unroll(PIECE):
-                if not norms:
-                    differentiate(r, W, u, e, least)
-                add_to_sums(r, W, u + i, e, r.dline[W - 1 + u + i, e])
-                r_dx[e] = gathered(r, W, u + i, e)  # 5
-            put_row(dx, r_dx, t + u + i - (W - 1), piece)
-    move_line(r.line, W - 1, BWD_ROWS)
-    move_line(r.dline, W - 1, BWD_ROWS)
+            differentiate_heads(r, W, u, of, least)  # 4
+        for e in T.unroll(PIECE):
+            if not norms:
+                differentiate(r, W, u, e, least)
+            add_to_sums(r, W, u, e, r.dline[W - 1 + u, e])
+            r_dx[e] = gathered(r, W, u, e)  # 5
+        put_row(dx, r_dx, t + u - (W - 1), piece)
+    move_line(r.line, W - 1, ahead)
+    move_line(r.dline, W - 1, ahead)
 
 
 @T.macro
@@ -208,23 +217,23 @@ def take_token(x, dy, of, r, r_part, W, t, stop, end, piece, least, norms):
 
     r_part is the gradient of the token W - 1 places before. Past the node's last token dz is 0.
     """
-    r_own = T.alloc_local((PIECE,), "float32")
+    own = T.alloc_var("float32")
     for e in T.unroll(PIECE):
         r.line[W - 1, e] = r.x[0, e]
         r.dline[W - 1, e] = r.dy[0, e]
-    load_next(x, r.x, t + BWD_ROWS, end - 1, piece)  # 3
-    load_next(dy, r.dy, t + BWD_ROWS, end - 1, piece)
+    load_next(x, r.x, t + r.x.shape[0], end - 1, piece)  # 3
+    load_next(dy, r.dy, t + r.dy.shape[0], end - 1, piece)
     if norms:
-        differentiate_heads(r, W, 0, 1, of, least)  # 4
+        differentiate_heads(r, W, 0, of, least)  # 4
     for e in T.unroll(PIECE):
         if not norms:
             differentiate(r, W, 0, e, least)
         if t >= end:
             r.dline[W - 1, e] = 0
-        r_own[e] = r.dline[W - 1, e]
+        own = r.dline[W - 1, e]
         if t >= stop:
-            r_own[e] = 0
-        add_to_sums(r, W, 0, e, r_own[e])
+            own = 0
+        add_to_sums(r, W, 0, e, own)
         r_part[e] = gathered(r, W, 0, e)  # 5
     move_line(r.line, W - 1, 1)
     move_line(r.dline, W - 1, 1)
@@ -246,17 +255,16 @@ def differentiate(r, W, u, e, least):
 
 
 @T.macro
-def differentiate_heads(r, W, u, rows, of, least):
-    """Does what `differentiate` does to all channels of some rows from u on, whose y has a norm."""
-    r_y = T.alloc_local((rows, PIECE), "float32")
-    r_slope = T.alloc_local((rows, PIECE), "float32")
+def differentiate_heads(r, W, u, of, least):
+    """Does what `differentiate` does to all channels of a row of normalised heads."""
+    r_y = T.alloc_local((PIECE,), "float32")
+    r_slope = T.alloc_local((PIECE,), "float32")
     z, s = T.alloc_var("float32"), T.alloc_var("float32")
-    for i in T.unroll(rows):
-        for e in T.unroll(PIECE):
-            z = convolved(r.line, r.w, r.b, u + i, e)
-            s = factor(z, least)
-            r_y[i, e] = z * s
-            r_slope[i, e] = s + s * (z - r_y[i, e])
+    for e in T.unroll(PIECE):
+        z = convolved(r.line, r.w, r.b, u, e)
+        s = factor(z, least)
+        r_y[e] = z * s
+        r_slope[e] = s + s * (z - r_y[e])
     gradients_of_heads(r_y, r_slope, r.dline, W - 1 + u, of)
 
 
@@ -276,18 +284,14 @@ def gathered(r, W, u, e):
 
 
 @T.macro
-def add_warps(sums, s_sum, r_sum, W, wide, block, piece):
-    """Adds r_sum over the warps of a tile, in their order, and writes the CTA's sums: step 6."""
+def put_sums(sums, s_sum, W, wide, block, piece):
+    """Adds the sums of a tile's warps, in their order, and writes the CTA's: step 6."""
     lane, warp = T.get_thread_binding() % LANES, T.get_thread_binding() // LANES
     r_total = T.alloc_local((PIECE,), "float32")
     which = T.alloc_var("int32")
-    for j in T.unroll(W + 1):
-        for e in T.vectorized(PIECE):
-            s_sum[warp, j, lane * PIECE + e] = r_sum[j, e]
-    T.sync_threads()
     for step in rolled(1 + wide):  # a warp adds one of the W + 1 sums of its tile, or two
         which = T.shift_right(warp, wide) + step * (RUNS // 2)
-        if (which <= W) & (piece < sums.shape[2]):
+        if which <= W:
             for e in T.unroll(PIECE):
                 r_total[e] = 0
             for other in T.unroll(RUNS):
@@ -345,26 +349,20 @@ def build(variant: Variant):
         with T.Kernel(blocks * tiles, threads=plan.threads) as cta:
             T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
             T.import_source(SOURCE + HEADS_SOURCE)
-            lane, warp = T.get_thread_binding() % LANES, uniform(T.get_thread_binding() // LANES)
+            warp = uniform(T.get_thread_binding() // LANES)
             s_sum = T.alloc_shared((RUNS, W + 1, TILE), "float32")
-            r_x = T.alloc_local((BWD_ROWS, PIECE), variant.dtype)
-            r_dy = T.alloc_local((BWD_ROWS, PIECE), variant.dtype)
-            r_line = T.alloc_local((W - 1 + BWD_ROWS, PIECE), "float32")
-            r_dline = T.alloc_local((W - 1 + BWD_ROWS, PIECE), "float32")
             r_w = T.alloc_local((PIECE * W,), "float32")
             r_b = T.alloc_local((PIECE,), "float32")
             r_sum = T.alloc_local((W + 1, PIECE), "float32")
-            r = Registers(r_x, r_dy, r_line, r_dline, r_w, r_b, r_sum)
             block, tile, start, piece, run = (T.alloc_var("int32") for _ in range(5))
+            left, end_run = T.alloc_var("int32"), T.alloc_var("int32")
             which, inner = T.alloc_var("int32"), T.alloc_var("int32")
             heads = Heads(head_pieces, head_tiles, head_lanes, reach, wide)
-            block = T.truncdiv(cta, tiles)
-            tile = T.shift_left(cta - block * tiles, wide) + T.bitwise_and(warp, wide)
-            find_piece(heads, tile, start, piece)
-            if piece >= pieces:  # such a lane repeats what the tile's first does
-                piece -= lane
+            find_place(heads, cta, tiles, pieces, block, tile, start, piece)
             run = (T.shift_right(block * RUNS, wide) + T.shift_right(warp, wide)) * run_tokens
             T.clear(r_sum)
+            left = 0
+            end_run = 0
             if (run < num_tokens) & (start < pieces):
                 load_weights(
                     weight, bias, r_w, r_b, piece * PIECE, weight_dtype, bias_dtype, has_bias
@@ -375,12 +373,26 @@ def build(variant: Variant):
                 )
                 dy = Sections((dy1, dy2, dy3), which, inner)
                 nodes = Nodes(bounds, halo, length, num_nodes, in_tree)
-                of = Warp(s_sum, pair.id(warp // 2), head_lanes, reach, wide)
-                end_run = T.min(run + run_tokens, num_tokens)
+                of = Warp(s_sum, pair, head_lanes, reach, wide)
+                end_run = uniform(T.min(run + run_tokens, num_tokens))
                 if tile < head_tiles:
-                    grad(x, dy, dx, parts, rows, nodes, of, r, W, run, end_run, piece, least, True)
+                    grad(
+                        x, dy, dx, parts, rows, nodes, of, r_w, r_b, r_sum, run, end_run, left,
+                        piece, least, True,
+                    )  # fmt: skip
                 else:
-                    grad(x, dy, dx, parts, rows, nodes, of, r, W, run, end_run, piece, least, False)
-            add_warps(sums, s_sum, r_sum, W, wide, block, piece)
+                    grad(
+                        x, dy, dx, parts, rows, nodes, of, r_w, r_b, r_sum, run, end_run, left,
+                        piece, least, False,
+                    )  # fmt: skip
+            for j in T.unroll(W + 1):
+                for e in T.vectorized(PIECE):
+                    s_sum[warp, j, T.get_thread_binding() % LANES * PIECE + e] = r_sum[j, e]
+            T.sync_threads()
+            # once more, so that these numbers take no registers in between
+            find_place(heads, uniform(cta), tiles, pieces, block, tile, start, piece)
+            if start < pieces:
+                clear_rows(dx, left, end_run, piece)
+                put_sums(sums, s_sum, W, wide, block, piece)
 
     return bwd

@@ -32,7 +32,7 @@ from qla_kernels.conv.kernels.heads import (
     HEADS_SOURCE,
     SUMS,
     Warp,
-    find_piece,
+    find_place,
     normalise,
     pair_barriers,
     pair_bytes,
@@ -96,12 +96,13 @@ def conv(x, y, nodes, of, r_w, r_b, W, run, end_run, piece, least, norms):
     r_y = T.alloc_local((rows, PIECE), "float32")
     r_last = T.alloc_local((1, PIECE), "float32")
     node, begin, end, first, stop, t = (T.alloc_var("int32") for _ in range(6))
-    first = run
+    end = run  # of the tokens so far
     find_node(nodes, run, num_tokens, node)  # 1
     node = uniform(node)
-    while (node < nodes.num_nodes) & (first < end_run):
+    while (node < nodes.num_nodes) & (end < end_run):
+        first = end
         begin = uniform(T.min(bound(nodes, node, num_tokens), first))
-        end = uniform(bound(nodes, node + 1, num_tokens))
+        end = T.max(first, uniform(bound(nodes, node + 1, num_tokens)))
         stop = T.min(end, end_run)
         if first < stop:
             load_window(x, nodes, r_line, r_row, node, begin, first, piece, num_tokens)  # 2
@@ -124,10 +125,9 @@ def conv(x, y, nodes, of, r_w, r_b, W, run, end_run, piece, least, norms):
                 activate(r_last, 0, r_line, r_w, r_b, 0, least)
                 put_rows(y, r_last, t + i, piece, of, norms)
                 move_line(r_line, W - 1, 1)
-        first = T.max(first, end)
         node += 1
     if node == nodes.num_nodes:
-        clear_rows(y, first, end_run, piece)
+        clear_rows(y, end, end_run, piece)
 
 
 @T.macro
@@ -187,24 +187,20 @@ def build(variant: Variant):
         with T.Kernel(blocks * tiles, threads=plan.threads) as cta:
             T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
             T.import_source(SOURCE + HEADS_SOURCE)
-            lane, warp = T.get_thread_binding() % LANES, uniform(T.get_thread_binding() // LANES)
+            warp = uniform(T.get_thread_binding() // LANES)
             s_pair = T.alloc_shared((RUNS, 1, SUMS), "float32")
             r_w = T.alloc_local((PIECE * W,), "float32")
             r_b = T.alloc_local((PIECE,), "float32")
             block, tile, start, piece, run = (T.alloc_var("int32") for _ in range(5))
             heads = Heads(head_pieces, head_tiles, head_lanes, reach, wide)
-            block = T.truncdiv(cta, tiles)
-            tile = T.shift_left(cta - block * tiles, wide) + T.bitwise_and(warp, wide)
-            find_piece(heads, tile, start, piece)
-            if piece >= pieces:  # such a lane repeats what the tile's first does
-                piece -= lane
+            find_place(heads, cta, tiles, pieces, block, tile, start, piece)
             run = (T.shift_right(block * RUNS, wide) + T.shift_right(warp, wide)) * run_tokens
             if (run < num_tokens) & (start < pieces):
                 load_weights(
                     weight, bias, r_w, r_b, piece * PIECE, weight_dtype, bias_dtype, has_bias
                 )
                 nodes = Nodes(bounds, halo, length, num_nodes, in_tree)
-                of = Warp(s_pair, pair.id(warp // 2), head_lanes, reach, wide)
+                of = Warp(s_pair, pair, head_lanes, reach, wide)
                 end_run = T.min(run + run_tokens, num_tokens)
                 if tile < head_tiles:
                     conv(x, y, nodes, of, r_w, r_b, W, run, end_run, piece, least, True)

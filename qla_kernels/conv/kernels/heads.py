@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import qla_kernels.tile.language as T
 from qla_kernels.conv.shapes import EPSILON, LANES
-from qla_kernels.tile import named_barriers
+from qla_kernels.tile.named_barriers import NamedBarrier
 from qla_kernels.tile.schedule import Named
 
 HEADS_SOURCE = Path(__file__).with_suffix(".cuh").read_text()
@@ -22,7 +22,7 @@ class Warp(NamedTuple):
     """What the norm of a warp's heads needs."""
 
     s_pair: Any  # [warps, .., SUMS or more] fp32, sums of a warp for its neighbour
-    barrier: Any  # id of the one at which a warp and its neighbour meet
+    pair: NamedBarrier  # at which a warp and its neighbour meet
     lanes: Any  # of the warp that are not idle, and the other fields of Heads
     reach: Any
     wide: Any
@@ -67,14 +67,28 @@ def find_piece(heads, tile, start: "T.Ref", piece: "T.Ref"):
 
 
 @T.macro
+def find_place(heads, cta, tiles, pieces, block: T.Ref, tile: T.Ref, start: T.Ref, piece: T.Ref):
+    """Sets a CTA's block of tokens and a warp's tile, and start and piece as find_piece does.
+
+    A lane past the last piece repeats what the tile's first does. The tile has no channels if start
+    is past the last piece.
+    """
+    lane, warp = T.get_thread_binding() % LANES, uniform(T.get_thread_binding() // LANES)
+    block = T.truncdiv(cta, tiles)
+    tile = T.shift_left(cta - block * tiles, heads.wide) + T.bitwise_and(warp, heads.wide)
+    find_piece(heads, tile, start, piece)
+    if piece >= pieces:
+        piece -= lane
+
+
+@T.macro
 def add_over_head(r_sums, r_total, of):
     """Sets a lane's r_total[0] to the sum over its head of r_sums[lane % 4]: see heads.cuh.
 
     All lanes of a warp call this. Both warps of a wide head walk the same tokens, so they meet
     equally often.
     """
-    count = r_sums.shape[0]
-    lane, warp = T.get_thread_binding() % LANES, T.get_thread_binding() // LANES
+    count, lane = r_sums.shape[0], T.get_thread_binding() % LANES
     r_total[0] = T.call_extern(
         "float32",
         f"qla::head_sums<{count}>",
@@ -83,11 +97,13 @@ def add_over_head(r_sums, r_total, of):
         of.reach,
     )
     if of.wide != 0:
+        # `uniform`, so that the compiler does not keep what follows from it in registers
+        warp = uniform(T.get_thread_binding() // LANES)
         if lane < SUMS:
             of.s_pair[warp, 0, lane] = r_total[0]
-        named_barriers.sync(of.barrier, 2 * LANES)
+        of.pair.sync(warp // 2)
         r_total[0] += of.s_pair[warp ^ 1, 0, lane % SUMS]
-        named_barriers.sync(of.barrier, 2 * LANES)  # before the next sums are written
+        of.pair.sync(warp // 2)  # before the next sums are written
 
 
 def of_four(x: Any, i: int) -> Any:
@@ -115,27 +131,24 @@ def normalise(r_y, of):
 
 
 @T.macro
-def gradients_of_heads(r_y, r_slope, r_dy, first, of):
-    """Replaces dy of normalised rows by dz.
+def gradients_of_heads(r_y, r_slope, r_dy, row, of):
+    """Replaces dy of normalised heads, row `row` of r_dy, by dz.
 
-    With r = (sum y^2 + EPSILON)^-1/2: dz = (r dy - r^3 (sum dy y) y) slope. r_y and r_slope, which
-    is dy/dz, are [rows, PIECE]; r_dy has these rows from row `first` on.
+    With r = (sum y^2 + EPSILON)^-1/2: dz = (r dy - r^3 (sum dy y) y) slope; slope is dy/dz of the
+    activation. r_y and r_slope are [PIECE].
     """
-    rows = r_y.shape[0]
-    r_sums = T.alloc_local((2 * rows,), "float32")
+    r_sums = T.alloc_local((2,), "float32")
     r_total = T.alloc_local((1,), "float32")
     scale, dot = T.alloc_var("float32"), T.alloc_var("float32")
-    for i in T.unroll(rows):
-        r_sums[i] = 0
-        r_sums[rows + i] = 0
-        for e in T.unroll(r_y.shape[1]):
-            r_sums[i] += r_y[i, e] * r_y[i, e]
-            r_sums[rows + i] += r_dy[first + i, e] * r_y[i, e]
-            r_y[i, e] *= r_slope[i, e]  # now, so that fewer numbers wait for the sums
-            r_dy[first + i, e] *= r_slope[i, e]
+    r_sums[0] = 0
+    r_sums[1] = 0
+    for e in T.unroll(r_y.shape[0]):
+        r_sums[0] += r_y[e] * r_y[e]
+        r_sums[1] += r_dy[row, e] * r_y[e]
+        r_y[e] *= r_slope[e]  # now, so that fewer numbers wait for the sums
+        r_dy[row, e] *= r_slope[e]
     add_over_head(r_sums, r_total, of)
-    for i in T.unroll(rows):
-        scale = T.rsqrt(of_four(r_total[0], i) + EPSILON)
-        dot = of_four(r_total[0], rows + i) * scale * scale
-        for e in T.unroll(r_y.shape[1]):
-            r_dy[first + i, e] = scale * (r_dy[first + i, e] - r_y[i, e] * dot)
+    scale = T.rsqrt(of_four(r_total[0], 0) + EPSILON)
+    dot = of_four(r_total[0], 1) * scale * scale
+    for e in T.unroll(r_y.shape[0]):
+        r_dy[row, e] = scale * (r_dy[row, e] - r_y[e] * dot)

@@ -203,7 +203,7 @@ def build(variant: Variant):
             if has_indices != 0:
                 slot = indices[n]
             if channel < channels:
-                of = Warp(s_pair, pair.id(warp // 2), head_lanes, reach, wide)
+                of = Warp(s_pair, pair, head_lanes, reach, wide)
                 norms = T.if_then_else(tile < head_tiles, 1, 0)
                 if (slot > null_slot) & (slot < num_slots):
                     taps(r_w, weight[0], channel * W, weight_dtype)

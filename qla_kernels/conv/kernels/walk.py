@@ -13,6 +13,7 @@ import qla_kernels.tile.language as T
 from qla_kernels.conv.kernels.numbers import load_piece, load_section, numbers, store_piece
 from qla_kernels.conv.shapes import PIECE
 from qla_kernels.tile.bounds import clamped
+from qla_kernels.tile.loops import rolled
 
 
 class Nodes(NamedTuple):
@@ -75,10 +76,10 @@ def load_window(x, nodes, r_line, r_row, node, begin, first, piece, num_tokens):
         if source < begin:
             source = -1
             if nodes.in_tree != 0:
-                source = T.min(nodes.halo[node, first - begin + i], num_tokens - 1)
+                source = nodes.halo[node, first - begin + i]
         for e in T.unroll(PIECE):
             r_line[i, e] = 0
-        if source >= 0:
+        if (source >= 0) & (source < num_tokens):
             load_piece(r_row[i, 0], x, source, piece)
             for e in T.unroll(PIECE):
                 r_line[i, e] = r_row[i, e]
@@ -117,9 +118,10 @@ def put_row(y, r_y, token, piece):
 @T.macro
 def clear_rows(y, first, end, piece):
     """Writes 0 to rows first .. end - 1."""
-    for t in T.serial(first, end):
-        for e in T.vectorized(PIECE):
-            y[t, piece, e] = 0
+    r_zero = T.alloc_local((PIECE,), y.dtype)
+    T.clear(r_zero)
+    for t in rolled(first, end):
+        store_piece(y, r_zero[0], t, piece)
 
 
 @T.macro
