@@ -87,8 +87,11 @@ def schedule(variant: Variant) -> Schedule:
 
 
 @T.macro
-def conv(x, y, nodes, of, r_w, r_b, W, run, end_run, piece, least, norms):
-    """Takes a run of tokens; `norms` says at compile time whether the warp's channels are heads."""
+def conv(x, y, nodes, of, r_w, r_b, W, run, end_run, left: T.Ref, piece, least, norms):
+    """Takes a run of tokens, and sets `left` to the first that is of no sequence, or to end_run.
+
+    `norms` says at compile time whether the warp's channels are heads.
+    """
     num_tokens = x.shape[0]
     ahead, rows = (NORM_ROWS, NORM_ROWS) if norms else (FWD_ROWS, 1)
     r_row = T.alloc_local((ahead, PIECE), x.dtype)
@@ -126,8 +129,7 @@ def conv(x, y, nodes, of, r_w, r_b, W, run, end_run, piece, least, norms):
                 put_rows(y, r_last, t + i, piece, of, norms)
                 move_line(r_line, W - 1, 1)
         node += 1
-    if node == nodes.num_nodes:
-        clear_rows(y, end, end_run, piece)
+    left = T.if_then_else(node == nodes.num_nodes, end, end_run)
 
 
 @T.macro
@@ -192,6 +194,7 @@ def build(variant: Variant):
             r_w = T.alloc_local((PIECE * W,), "float32")
             r_b = T.alloc_local((PIECE,), "float32")
             block, tile, start, piece, run = (T.alloc_var("int32") for _ in range(5))
+            left, end_run = T.alloc_var("int32"), T.alloc_var("int32")
             heads = Heads(head_pieces, head_tiles, head_lanes, reach, wide)
             find_place(heads, cta, tiles, pieces, block, tile, start, piece)
             run = (T.shift_right(block * RUNS, wide) + T.shift_right(warp, wide)) * run_tokens
@@ -202,9 +205,14 @@ def build(variant: Variant):
                 nodes = Nodes(bounds, halo, length, num_nodes, in_tree)
                 of = Warp(s_pair, pair, head_lanes, reach, wide)
                 end_run = T.min(run + run_tokens, num_tokens)
+                left = end_run
                 if tile < head_tiles:
-                    conv(x, y, nodes, of, r_w, r_b, W, run, end_run, piece, least, True)
+                    conv(x, y, nodes, of, r_w, r_b, W, run, end_run, left, piece, least, True)
                 else:
-                    conv(x, y, nodes, of, r_w, r_b, W, run, end_run, piece, least, False)
+                    conv(x, y, nodes, of, r_w, r_b, W, run, end_run, left, piece, least, False)
+                if left < end_run:
+                    # once more, so that it takes no registers in between
+                    find_place(heads, uniform(cta), tiles, pieces, block, tile, start, piece)
+                    clear_rows(y, left, end_run, piece)
 
     return fwd
