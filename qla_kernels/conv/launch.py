@@ -22,7 +22,7 @@ from qla_kernels.conv.kernels import update as update_kernel
 from qla_kernels.conv.kernels import weight_sums as weight_sums_kernel
 from qla_kernels.conv.ops import ConvBackward, ConvTables
 from qla_kernels.conv.shapes import DTYPES, PIECE, RUNS
-from qla_kernels.conv.validate import OP, UPDATE_OP, flattens
+from qla_kernels.conv.validate import FAR, OP, UPDATE_OP, flattens, token_step
 from qla_kernels.runtime import device, jit
 from qla_kernels.runtime.sm90 import dtype_name, readable, require_aligned
 
@@ -224,17 +224,21 @@ def _parameters(weight: Tensor, bias: Tensor | None) -> _Parameters:
 def _rows(x: Tensor) -> Tensor:
     """Returns x [B, T, C] as a view [B T, C / PIECE, PIECE]."""
     B, T, C = x.shape
-    token = x.stride(1) if T > 1 else x.stride(0) if B > 1 else C
-    return x.as_strided((B * T, C // PIECE, PIECE), (token, PIECE, 1))
+    return x.as_strided((B * T, C // PIECE, PIECE), (token_step(x), PIECE, 1))
 
 
 def _gradients(*given: Tensor | None) -> _Gradients:
     """Returns gradients of consecutive channels as the kernel takes them; the first is there."""
     there = [dy for dy in given if dy is not None]
-    rows = [_rows(readable(dy) if flattens(dy) else dy.contiguous()) for dy in there]
+    rows = [_rows(readable(dy) if _is_near(dy) else dy.contiguous()) for dy in there]
     ends = list(accumulate(x.shape[1] for x in rows))
     first, second, third = [*rows, rows[0], rows[0]][:3]
     return _Gradients((first, second, third), (ends[0], ends[:2][-1]))
+
+
+def _is_near(x: Tensor) -> bool:
+    """Returns whether the tokens of x [B, T, C] lie a constant distance apart, within reach."""
+    return flattens(x) and token_step(x) * x.element_size() < FAR
 
 
 def _shares(x: Tensor, ctas_per_sm: int, norm_heads: int, norm_size: int) -> _Shares:

@@ -32,6 +32,7 @@ UPDATE_OP = "causal_conv1d_update"
 FLOATS = (*DTYPES, torch.float32, torch.float64)
 WEIGHTS = (*DTYPES, torch.float32)  # dtypes of weight and bias on a GPU
 ACTIVATIONS = (None, "silu", "swish")
+FAR = 2**32  # bytes between tokens that kernels do not reach
 ELSEWHERE = "use torch.nn.functional.conv1d on each sequence"
 
 
@@ -68,6 +69,12 @@ def by_tokens(x: Tensor) -> Tensor:
 def as_given(y: Tensor, x: Tensor) -> Tensor:
     """Returns a view of y [B, T, C] in the shape of x, [T, C] or [B, C, T]."""
     return y.squeeze(0) if x.dim() == 2 else y.mT
+
+
+def token_step(x: Tensor) -> int:
+    """Returns the distance of the tokens of x [B, T, C] that flattens, in elements."""
+    B, T, C = x.shape
+    return x.stride(1) if T > 1 else x.stride(0) if B > 1 else C
 
 
 def flattens(x: Tensor) -> bool:
@@ -110,6 +117,8 @@ def _refused_on_cuda(
         got = f"the rows of a batch of {rows.shape[0]} have stride {rows.stride(0)}"
         needs = f"{rows.shape[1] * rows.stride(1)}, the tokens of a row"
         return got, needs, f"pass {contiguous}, or one row at a time"
+    if (step := token_step(rows)) * rows.element_size() >= FAR:
+        return f"tokens of x are {step} elements apart", "less than 4 GiB", f"pass {contiguous}"
     refused = refused_strides("x as [B, T, channels]", rows)
     return None if refused is None else (*refused[:2], f"pass {contiguous}")
 

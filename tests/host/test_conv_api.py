@@ -339,6 +339,8 @@ def on_gpu(x=None, weight=None, bias=None, heads=None, capability=(9, 0)) -> str
 
 
 HALF = functools.partial(torch.zeros, dtype=torch.bfloat16)
+FAR_APART = torch.empty(1, dtype=torch.bfloat16, device="meta").expand(2, 64)
+FAR_APART = FAR_APART.as_strided((2, 64), (2**31, 1))
 
 
 @pytest.mark.parametrize(
@@ -355,6 +357,7 @@ HALF = functools.partial(torch.zeros, dtype=torch.bfloat16)
         ("strides", {"x": HALF(16, 70)[:, :64]}),
         ("strides", {"x": HALF(16, 72)[:, 4:68]}),
         ("rows of a batch of 2", {"x": HALF(2, 16, 64)[:, :8].mT}),
+        ("tokens of x are 2147483648 elements apart; need less than 4 GiB", {"x": FAR_APART}),
         ("qk_l2norm has heads of 24 channels; need a multiple of 16", {"heads": (2, 24)}),
         ("use_qk_l2norm_in_kernel", {"heads": (1, 8)}),
     ],
