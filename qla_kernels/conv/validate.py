@@ -13,7 +13,7 @@ from torch import Tensor
 from qla_kernels.conv import heads
 from qla_kernels.conv.shapes import CHANNELS, WIDTHS
 from qla_kernels.runtime import device
-from qla_kernels.runtime.arguments import check_words, integer
+from qla_kernels.runtime.arguments import check_words, described, integer
 from qla_kernels.runtime.derivatives import refuse_forward_mode
 from qla_kernels.runtime.errors import need
 from qla_kernels.runtime.sm90 import (
@@ -136,7 +136,8 @@ def check_norm(op: str, norm: tuple[int, int] | None, channels: int) -> tuple[in
         return 0, 0
     fix = "pass (2 * H, K) for H queries and H keys"
     if not isinstance(norm, tuple | list) or len(norm) != 2:
-        raise ValueError(need(op, f"qk_l2norm={norm!r}", "(heads, channels of a head)", fix))
+        got = described("qk_l2norm", norm)
+        raise ValueError(need(op, got, "(heads, channels of a head)", fix))
     count, size = (integer(op, "qk_l2norm", number, fix) for number in norm)
     if count < 0 or size < 1 or count * size > channels:
         needs = f"positive numbers with a product of at most {channels}, the channels of x"

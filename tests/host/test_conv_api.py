@@ -395,7 +395,7 @@ def test_what_a_hopper_gpu_takes():
         ("a batch of 2", {"x": torch.zeros(2, 5, 9), "cu_seqlens": packed_bounds([9])}),
         ("cu_seqlens [0, 10]", {"cu_seqlens": packed_bounds([10])}),
         ("cu_seqlens [0, 5, 3]", {"cu_seqlens": torch.tensor([0, 5, 3])}),
-        ("qk_l2norm=4; need (heads, channels of a head)", {"qk_l2norm": 4}),
+        ("qk_l2norm is 4 of type int; need (heads, channels of a head)", {"qk_l2norm": 4}),
         ("qk_l2norm=(2, 3); need positive numbers with a product of at", {"qk_l2norm": (2, 3)}),
         ("qk_l2norm=(-1, 3)", {"qk_l2norm": (-1, 3)}),
         ("qk_l2norm=(1, 0)", {"qk_l2norm": (1, 0)}),

@@ -181,7 +181,7 @@ def build(variant: Variant):
         has_bias: T.int32,
         least: T.float32,  # act(z) / z: 0 for silu, 1 for no activation
     ):
-        pieces = T.truncdiv(channels, PIECE)
+        pieces = T.ceildiv(channels, PIECE)
         others = T.ceildiv(pieces - head_pieces, LANES)  # tiles
         tiles = T.ceildiv(head_tiles + others, UPDATE_WARPS)  # CTAs of a sequence
         with T.Kernel(num * tiles, threads=plan.threads) as cta:
