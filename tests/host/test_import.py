@@ -203,6 +203,6 @@ def test_whoever_imports_reference_gets_the_modules_that_cpu_calls_use(ours_firs
 
 
 def test_a_package_without_its_reference_says_so(monkeypatch, tmp_path):
-    monkeypatch.setattr(cpu, "HERE", tmp_path / "qla_kernels")
+    monkeypatch.setattr(cpu, "PACKAGE", tmp_path / "qla_kernels")
     with pytest.raises(ImportError, match=r"the reference package is absent; need .*; install"):
         cpu.reference.__wrapped__()
