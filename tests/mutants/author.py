@@ -48,6 +48,11 @@ EQUIVALENT = {
         "steps.v.release(before)",
         1,
     ): "a block has one tile, and after a warpgroup's last step loads no more than there are slots",
+    (
+        "sparse_ring/kernels/walk.py",
+        "steps.k.acquire(i)",
+        0,
+    ): "slots are released in order: to wait for a later one as well is slower, and no more",
 }
 
 
