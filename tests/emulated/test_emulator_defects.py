@@ -254,7 +254,7 @@ def test_a_producer_two_phases_off_is_noticed() -> None:
     ("defect", "report"),
     [
         ("count of both", r"c_full\[0\], parity 0: phase 0 is open and needs 128 of 256 arrivals"),
-        # slot 0 has both phases of its two arrivals: before or after anyone looks, or while it is sent
+        # slot 0 has both phases of its two arrivals: before, after or while it is sent
         ("slot of both", r"c_full\[(0\], parity 0: phase 2|1\], parity 0: phase 0) is open"),
     ],
 )
