@@ -69,9 +69,7 @@ def test_a_slot_that_is_given_back_too_early_is_reported(tmp_path, capsys):
 
 def test_a_tile_that_is_sent_too_early_is_reported(tmp_path, capsys):
     assert main([edited(tmp_path, "    staged.sync()\n", ""), "--variant", "bf16"]) == 1
-    said = (
-        r"copy by thread 0: a TMA store still reads byte \d+ of .*, and thread \d+ has over"
-    )
+    said = r"copy by thread 0: a TMA store still reads byte \d+ of .*, and thread \d+ has over"
     assert re.search(said, capsys.readouterr().out)
 
 
