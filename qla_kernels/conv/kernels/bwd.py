@@ -102,7 +102,7 @@ class Registers(NamedTuple):
 
 @T.macro
 def grad(
-    x, dy, dx, parts, rows, nodes, of, r_w, r_b, r_sum, run, end_run, left: T.Ref, piece, least,
+    x, dy, dx, parts, rows, nodes, of, r_w, r_b, r_sum, run, end_run, left: "T.Ref", piece, least,
     norms,
 ):  # fmt: skip
     """Takes a run of tokens, and sets `left` to the first that is of no sequence, or to end_run.

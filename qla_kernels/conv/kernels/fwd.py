@@ -87,7 +87,7 @@ def schedule(variant: Variant) -> Schedule:
 
 
 @T.macro
-def conv(x, y, nodes, of, r_w, r_b, W, run, end_run, left: T.Ref, piece, least, norms):
+def conv(x, y, nodes, of, r_w, r_b, W, run, end_run, left: "T.Ref", piece, least, norms):
     """Takes a run of tokens, and sets `left` to the first that is of no sequence, or to end_run.
 
     `norms` says at compile time whether the warp's channels are heads.

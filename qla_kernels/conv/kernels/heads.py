@@ -67,7 +67,9 @@ def find_piece(heads, tile, start: "T.Ref", piece: "T.Ref"):
 
 
 @T.macro
-def find_place(heads, cta, tiles, pieces, block: T.Ref, tile: T.Ref, start: T.Ref, piece: T.Ref):
+def find_place(
+    heads, cta, tiles, pieces, block: "T.Ref", tile: "T.Ref", start: "T.Ref", piece: "T.Ref"
+):
     """Sets a CTA's block of tokens and a warp's tile, and start and piece as find_piece does.
 
     A lane past the last piece repeats what the tile's first does. The tile has no channels if start
