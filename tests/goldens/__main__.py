@@ -11,8 +11,8 @@
 
 `--check` prints differences and exits with 1 if there are any. `--show` prints what the code does
 now, without a comparison; `xzcat tests/goldens/launches.txt.xz` has what was recorded. What kernels
-are is recorded in qla_kernels/digests.json: `python -m qla_kernels digests`. Nothing depends on a
-GPU, on the machine, or on PYTHONHASHSEED. `launches` needs a C compiler.
+are is recorded in runtime/digests.json: `python -m qla_kernels digests`. Nothing depends on a GPU,
+on the machine, or on PYTHONHASHSEED. `launches` needs a C compiler.
 """
 
 import argparse

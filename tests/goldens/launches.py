@@ -21,17 +21,17 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
-from qla_kernels.native.recording import tensors_in
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qla_kernels import device
 from qla_kernels.gdn import autograd
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.sharded import exchange
 from qla_kernels.gdn.sharded import launch as shard_launch
 from qla_kernels.gdn.sharded import ops as shard_ops
 from qla_kernels.gdn.sharded.ops import ShardPlace
+from qla_kernels.runtime import device
+from qla_kernels.runtime.native.recording import tensors_in
 from tests.goldens.store import Texts, chosen, printed
 from tests.native import gpu, standin, workloads
 
