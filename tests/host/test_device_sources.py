@@ -16,7 +16,6 @@ FLOAT_ATOMICS = {"dualkv/kernels/bwd.py"}  # a caller can choose two passes with
 INTEGER_ATOMICS = {"dualkv/kernels/items.py", "sparse_ring/kernels/select_lines.py"}
 # Parities of barriers that belong to no ring.
 PARITIES = {
-    "dualkv/kernels/bwd.py",  # dQ, a single buffer between two roles
     "dualkv/kernels/walk.py",  # the front of a run: the warp that fills it waits for it
     "gdn/kernels/chain/transfer.py",  # the tail of a sequence, likewise
     "gdn/kernels/chunk_grads/layout.py",

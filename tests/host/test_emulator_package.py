@@ -60,7 +60,7 @@ def test_without_a_compiler_it_says_what_is_missing(platform, compiler, version,
     monkeypatch.setattr(build.shutil, "which", lambda _: compiler)
     answer = subprocess.CompletedProcess([], 0, stdout=f"{version}\n")
     monkeypatch.setattr(build.subprocess, "run", lambda *_, **__: answer)
-    with pytest.raises(Unsupported, match=f"^qla_kernels.lab.emulator: {said}"):
+    with pytest.raises(Unsupported, match=f"^emulator: {said}"):
         build._architecture.__wrapped__()
 
 
@@ -139,11 +139,11 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
 
 def test_what_is_compiled_is_kept_in_the_checkout_or_in_the_user_s_cache(tmp_path, monkeypatch):
     monkeypatch.delenv("EMU_CACHE", raising=False)
-    assert cache.folder() == Path(cache.__file__).parents[2] / "build" / "emulator"
+    assert cache.folder() == Path(cache.__file__).parents[3] / "build" / "emulator"
     monkeypatch.setattr(cache, "ROOT", tmp_path)  # as site-packages: no pyproject.toml
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert cache.folder() == Path.home() / ".cache" / "qla_kernels" / "emulator"
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    assert cache.folder() == Path("/caches/qla_kernels/lab/emulator")
+    assert cache.folder() == Path("/caches/qla_kernels/emulator")
     monkeypatch.setenv("EMU_CACHE", "/chosen")
     assert cache.folder() == Path("/chosen")
