@@ -26,7 +26,7 @@ from xml.etree import ElementTree
 import torch
 
 from benchmarks.harness import records
-from qla_kernels.lab import doctor as info
+from qla_kernels.lab import doctor
 from qla_kernels.lab.doctor import families
 from qla_kernels.runtime import device
 from qla_kernels.runtime.errors import need
@@ -188,7 +188,7 @@ def record(family: str, outcomes: list[Outcome]) -> dict[str, object]:
         "id": f"check-{family}-{date:%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}",
         "family": family,
         "date": date.isoformat(timespec="seconds"),
-        "fingerprint": info.fingerprint(family),
+        "fingerprint": doctor.fingerprint(family),
         "device": records.device_name("cuda"),
         "environment": records.device_environment("cuda"),
         "versions": records.package_versions(PACKAGES),

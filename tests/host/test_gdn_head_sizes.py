@@ -11,8 +11,7 @@ from qla_kernels.gdn import heuristics, refusal, shapes
 from qla_kernels.gdn.decode.validate import recurrent_refusal
 from qla_kernels.gdn.prefill.api import prefill_refusal
 from qla_kernels.integrations import fla
-from qla_kernels.lab import doctor as info
-from qla_kernels.lab import warmup
+from qla_kernels.lab import doctor, warmup
 from qla_kernels.runtime import jit
 
 HOPPER = (9, 0)
@@ -117,4 +116,4 @@ def test_warm_up_makes_the_variants_that_run_a_size_ready(K):
 
 
 def test_the_doctor_names_them():
-    assert shapes.HEAD_SIZES in info._cuda_path("gdn")()
+    assert shapes.HEAD_SIZES in doctor._cuda_path("gdn")()

@@ -12,7 +12,7 @@ import pytest
 
 from qla_kernels.gdn.shapes import HEAD_SIZES
 from qla_kernels.integrations import engines
-from qla_kernels.lab import doctor as info
+from qla_kernels.lab import doctor
 from qla_kernels.runtime import device, digests
 from qla_kernels.runtime.native import prebuilt
 from tests.limits import HANG
@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_TILELANG = """
 import sys
 sys.modules.update(tilelang=None, tvm=None, tvm_ffi=None)
-from qla_kernels.lab import doctor as info
-sys.exit(info.main(sys.argv[1:]))
+from qla_kernels.lab import doctor
+sys.exit(doctor.main(sys.argv[1:]))
 """
 
 
@@ -36,16 +36,16 @@ def without_tilelang(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_report_for_people_names_every_section(capsys):
-    assert info.main([]) == 0
+    assert doctor.main([]) == 0
     said = capsys.readouterr().out
-    for title in info.report():
+    for title in doctor.report():
         assert re.search(rf"^{title}$", said, re.M), title
-    assert info.fingerprint("gdn") in said
+    assert doctor.fingerprint("gdn") in said
 
 
 def test_help_says_what_is_printed_and_what_the_exit_status_means(capsys):
     with pytest.raises(SystemExit) as done:
-        info.main(["--help"])
+        doctor.main(["--help"])
     assert done.value.code == 0
     said = capsys.readouterr().out
     assert "prints this machine's versions and GPUs" in said
@@ -56,15 +56,15 @@ def test_report_without_tilelang_is_complete():
     done = without_tilelang("--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert set(report) == set(info.report())
+    assert set(report) == set(doctor.report())
     assert report["versions"]["nvcc"] == "not used"  # it was an alarm once
     assert report["paths"]["CPU tensors"] == "reference, chunked"
     assert report["paths"]["CUDA, gdn"].endswith(prebuilt.NOTHING_TO_LAUNCH)  # it said: our kernels
 
 
-@pytest.mark.parametrize("name", info.HOOKS)
+@pytest.mark.parametrize("name", doctor.HOOKS)
 def test_hooks_are_there_to_be_called(name):
-    module, function = info.HOOKS[name][0].partition("(")[0].split(".")
+    module, function = doctor.HOOKS[name][0].partition("(")[0].split(".")
     home = importlib.import_module(f"qla_kernels.integrations.{module}")
     assert callable(getattr(home, function))
 
@@ -93,14 +93,14 @@ def test_plug_ins_of_engines_say_version_and_switch(monkeypatch):
     versions["vllm"] = "0.99.1"
     said = plug_in["vllm"]()
     assert said.startswith("0.99.1 is installed; refused: qla_kernels: vllm 0.99.1; need")
-    assert set(engines.PLUG_INS) <= set(info.report()["paths"])
+    assert set(engines.PLUG_INS) <= set(doctor.report()["paths"])
 
 
 def test_a_probe_that_fails_reports_itself_and_stops_no_other():
     def broken():
         raise RuntimeError("bad driver")
 
-    found = info._probed({"first": broken, "second": lambda: 2})
+    found = doctor._probed({"first": broken, "second": lambda: 2})
     assert found == {"first": "unknown (RuntimeError: bad driver)", "second": 2}
 
 
@@ -114,7 +114,7 @@ def test_a_probe_that_fails_reports_itself_and_stops_no_other():
     ],
 )
 def test_cuda_path_is_what_refusal_says(monkeypatch, family, op, sizes):
-    answer = info._cuda_path(family)
+    answer = doctor._cuda_path(family)
     said = answer()
     monkeypatch.setattr(device, "available", lambda: True)
     monkeypatch.setattr(device, "capability", lambda _: (8, 0))
@@ -136,21 +136,21 @@ def test_cuda_path_is_what_refusal_says(monkeypatch, family, op, sizes):
     ],
 )
 def test_tested_versions(versions, answer):
-    assert info.tested(versions).startswith(answer)
+    assert doctor.tested(versions).startswith(answer)
 
 
 def test_tested_versions_are_the_constraints():
     pins = "".join((ROOT / "constraints" / f"{name}.txt").read_text() for name in ("tested", "cpu"))
     (tilelang,) = re.findall(r"^tilelang==(.*)$", pins, re.M)
     (torch,) = re.findall(r"^torch==(.*)$", pins, re.M)
-    answer = info.tested({"torch": torch, "tilelang": tilelang, "nvcc": "release 13.0"})
+    answer = doctor.tested({"torch": torch, "tilelang": tilelang, "nvcc": "release 13.0"})
     assert answer == "yes"
 
 
 def test_rivals_are_pinned_to_versions_of_records():
     lines = (ROOT / "constraints" / "rivals.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if "==" in line)
-    assert set(pins) == {names[0] for names in info.RIVALS.values()}
+    assert set(pins) == {names[0] for names in doctor.RIVALS.values()}
     measured = "".join(file.read_text() for file in (ROOT / "benchmarks/results").glob("*.jsonl"))
     for version in pins.values():
         assert re.search(rf'"{re.escape(version)}(\+\w+)?"', measured), version
@@ -161,17 +161,17 @@ def test_rivals_are_looked_up_without_importing_them(tmp_path, monkeypatch):
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('built for another torch')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert info._rival("flash_attn.cute")() == "not installed"
+    assert doctor._rival("flash_attn.cute")() == "not installed"
     (package / "cute").mkdir()
-    assert info._rival("flash_attn.cute")() == "installed, version unknown"
+    assert doctor._rival("flash_attn.cute")() == "installed, version unknown"
 
 
 def test_fingerprints_follow_generated_code_alone(monkeypatch):
     """Host code, comments and names of files make no record stale."""
-    before = {family: info.fingerprint(family) for family in info.families()}
+    before = {family: doctor.fingerprint(family) for family in doctor.families()}
     changed = digests.recorded() | {"attn.delta-bf16": "another"}
     monkeypatch.setattr(digests, "recorded", lambda: changed)
-    after = {family: info.fingerprint(family) for family in info.families()}
+    after = {family: doctor.fingerprint(family) for family in doctor.families()}
     assert after["gdn"] == before["gdn"]
     assert after["dualkv"] != before["dualkv"]
     assert after["sparse_ring"] != before["sparse_ring"]

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from qla_kernels.gdn.kernels import gate, recurrent
-from qla_kernels.lab import build, selftest, warmup
-from qla_kernels.lab import doctor as info
+from qla_kernels.lab import build, doctor, selftest, warmup
 from qla_kernels.runtime import digests, jit, programs
 from qla_kernels.runtime.compiler import INSTALL, NEEDS_TILELANG, WHEEL
 from qla_kernels.runtime.errors import Unsupported
@@ -61,8 +60,8 @@ def test_the_doctor_names_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch
     second = jit.label(recurrent, recurrent.VARIANTS[0])
     path = write(folder, built(), built(**EDITED)._replace(label=second))
     every = sum(len(kernel.module.VARIANTS) for kernel in jit.kernel_modules())
-    monkeypatch.setattr(info, "_version", lambda name, *_: "2.13.0" if name == "torch" else None)
-    report = info.report()
+    monkeypatch.setattr(doctor, "_version", lambda name, *_: "2.13.0" if name == "torch" else None)
+    report = doctor.report()
     assert report["versions"]["tested together"] == "yes"  # with those that built the file
     assert report["prebuilt kernels"] == {
         "file": str(path),
@@ -75,9 +74,9 @@ def test_the_doctor_names_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch
     }
     path.write_bytes(b"")
     prebuilt._kernels.cache_clear()
-    assert "cannot read its manifest" in str(info.report()["prebuilt kernels"])
+    assert "cannot read its manifest" in str(doctor.report()["prebuilt kernels"])
     monkeypatch.setenv("QLA_PREBUILT", "")
-    assert info.report()["prebuilt kernels"] == {"file": "none: QLA_PREBUILT is empty"}
+    assert doctor.report()["prebuilt kernels"] == {"file": "none: QLA_PREBUILT is empty"}
 
 
 def test_the_selftest_reads_every_prebuilt_kernel(
@@ -441,7 +440,7 @@ def test_without_a_driver_both_sets_are_checked(
     def said(*arguments: str) -> str:
         forget()
         command, *options = arguments
-        status = {"doctor": info, "selftest": selftest, "warmup": warmup}[command].main(options)
+        status = {"doctor": doctor, "selftest": selftest, "warmup": warmup}[command].main(options)
         heard = capsys.readouterr()
         return f"{status} {heard.out}{heard.err}"
 

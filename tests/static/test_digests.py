@@ -9,7 +9,7 @@ pytest.importorskip("tilelang", reason="kernel files import TileLang")
 
 import tilelang.language as T
 
-from qla_kernels.lab import digests as digests
+from qla_kernels.lab import digests
 from qla_kernels.runtime import jit
 from qla_kernels.runtime.shared_memory import buffers_by_name
 
