@@ -24,7 +24,7 @@ from qla_kernels.conv.ops import ConvBackward, ConvTables
 from qla_kernels.conv.shapes import DTYPES, PIECE, RUNS
 from qla_kernels.conv.validate import FAR, OP, UPDATE_OP, flattens, token_step
 from qla_kernels.runtime import device, jit
-from qla_kernels.runtime.sm90 import dtype_name, readable, require_aligned
+from qla_kernels.runtime.sm90 import dtype_name, low_words, readable, require_aligned
 
 _PLACES = {getattr(torch, name): place for place, name in enumerate(DTYPES)}
 
@@ -150,7 +150,7 @@ def conv_update(
                 x.as_strided(x.shape, (x.stride(0) if len(x) > 1 else C, 1)),
                 *parameters.tensors,
                 rows[..., : W - 1],
-                nothing if indices is None else _low_words(indices),
+                nothing if indices is None else low_words(indices),
                 y,
                 int(indices is not None),
                 null_slot,
@@ -200,16 +200,11 @@ def _nodes(x: Tensor, width: int, tables: list[Tensor]) -> _Nodes:
     halo, rows = nothing[: width - 1].view(1, -1), nothing[:2].view(1, -1)
     if not tables:
         return _Nodes(nothing, halo, rows, (T, B, 0))
-    bounds = _low_words(tables[0])
+    bounds = low_words(tables[0])
     if len(tables) == 1:
         return _Nodes(bounds, halo, rows, (0, bounds.shape[0] - 1, 0))
     tree = ConvTables(*tables)
     return _Nodes(bounds, tree.halo, tree.rows, (0, bounds.shape[0] - 1, 1))
-
-
-def _low_words(x: Tensor) -> Tensor:
-    """Returns int32 numbers, or a view of int64 numbers as int32 ones."""
-    return x if x.dtype == torch.int32 else x.unsqueeze(-1).view(torch.int32).select(-1, 0)
 
 
 def _parameters(weight: Tensor, bias: Tensor | None) -> _Parameters:

@@ -19,7 +19,7 @@ from qla_kernels.norm.ops import NormBackward
 from qla_kernels.norm.shapes import DTYPES, PIECE
 from qla_kernels.norm.validate import OP, flattens
 from qla_kernels.runtime import device, jit
-from qla_kernels.runtime.sm90 import dtype_name, readable, require_aligned
+from qla_kernels.runtime.sm90 import dtype_name, low_words, readable, require_aligned
 
 _PLACES = {getattr(torch, name): place for place, name in enumerate(DTYPES)}
 
@@ -85,18 +85,13 @@ def _call(
     V = x.shape[-1]
     variant = kernel.Variant(dtype_name(x.dtype), columns_of(V))
     places = kernel.schedule(variant).ctas_per_sm * device.sm_count(x.device)
-    end = _low_words(tables[0])[-1:] if tables else _flat(x)[0, 0, :2].view(torch.int32)
+    end = low_words(tables[0])[-1:] if tables else _flat(x)[0, 0, :2].view(torch.int32)
     return _Call(
         variant,
         num_blocks(x.numel() // V, variant.V, places),
         (weight.contiguous().view(torch.uint8), end),
         (_PLACES[weight.dtype], len(tables), int(silu), 1 / V, eps),
     )
-
-
-def _low_words(x: Tensor) -> Tensor:
-    """Returns int32 numbers, or a view of int64 numbers as int32 ones."""
-    return x if x.dtype == torch.int32 else x.unsqueeze(-1).view(torch.int32).select(-1, 0)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -119,6 +119,11 @@ def tma_readable(x: Tensor, batch_may_repeat: bool = False) -> bool:
     return x.stride(-1) == 1 and aligned and 0 not in inner
 
 
+def low_words(x: Tensor) -> Tensor:
+    """Returns x if it is int32, else a view of the low 32 bits of int64 numbers, of any strides."""
+    return x if x.dtype == torch.int32 else x.unsqueeze(-1).view(torch.int32).select(-1, 0)
+
+
 def readable(x: Tensor) -> Tensor:
     """Returns x, or a contiguous copy if kernels cannot read its strides or its address.
 

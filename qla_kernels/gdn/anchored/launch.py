@@ -12,10 +12,9 @@ from qla_kernels.gdn.kernels import reject_tokens as reject_kernel
 from qla_kernels.gdn.launch.activations import activate
 from qla_kernels.gdn.launch.chunks import l2norm_fwd
 from qla_kernels.gdn.launch.pools import Places
-from qla_kernels.gdn.launch.tensors import low_words
 from qla_kernels.gdn.shapes import STEP_COLUMNS, key_room
 from qla_kernels.runtime import device, jit
-from qla_kernels.runtime.sm90 import dtype_name, require_aligned
+from qla_kernels.runtime.sm90 import dtype_name, low_words, require_aligned
 
 
 @torch.no_grad()

@@ -17,7 +17,6 @@ from qla_kernels.gdn.kernels import recurrent_norm as norm_kernel
 from qla_kernels.gdn.kernels import verify as verify_kernel
 from qla_kernels.gdn.launch.tensors import (
     WHOLE,
-    low_words,
     of_part,
     parts_in_reach,
     pass_state_through,
@@ -25,7 +24,7 @@ from qla_kernels.gdn.launch.tensors import (
 from qla_kernels.gdn.shapes import STATE_PIECE, key_room
 from qla_kernels.runtime import device, jit
 from qla_kernels.runtime.errors import Unsupported, need
-from qla_kernels.runtime.sm90 import dtype_name
+from qla_kernels.runtime.sm90 import dtype_name, low_words
 
 
 @torch.no_grad()

@@ -8,10 +8,10 @@ from torch import Tensor
 from qla_kernels.gdn.kernels import pool_states as pool_states_kernel
 from qla_kernels.gdn.kernels import segment_places as segment_places_kernel
 from qla_kernels.gdn.launch.segments import Segments
-from qla_kernels.gdn.launch.tensors import low_words, of_part
+from qla_kernels.gdn.launch.tensors import of_part
 from qla_kernels.runtime import jit
 from qla_kernels.runtime.device_tables import kept as kept_tables
-from qla_kernels.runtime.sm90 import dtype_name
+from qla_kernels.runtime.sm90 import dtype_name, low_words
 
 
 class Checkpoints(NamedTuple):

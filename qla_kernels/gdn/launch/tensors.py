@@ -16,7 +16,7 @@ from qla_kernels.gdn.plan import rounded, sequence_chunks
 from qla_kernels.gdn.shapes import key_room
 from qla_kernels.runtime import device, jit
 from qla_kernels.runtime.device_tables import kept
-from qla_kernels.runtime.sm90 import dtype_name
+from qla_kernels.runtime.sm90 import dtype_name, low_words
 from qla_kernels.runtime.varlen import ChunkTable, capacity
 from qla_kernels.tile.constants import CHUNK
 
@@ -243,11 +243,6 @@ def num_live_tokens(cu_seqlens: Tensor | None, like: Tensor) -> Tensor:
     if cu_seqlens is None:
         return like.new_empty(1, dtype=torch.int32)
     return low_words(cu_seqlens)[-1:]
-
-
-def low_words(x: Tensor) -> Tensor:
-    """Returns x if it is int32, else a view of the low 32 bits of int64 numbers, of any strides."""
-    return x if x.dtype == torch.int32 else x.unsqueeze(-1).view(torch.int32).select(-1, 0)
 
 
 def no_chunks(first: Tensor) -> ChunkTable:
