@@ -21,12 +21,10 @@ from qla_kernels.conv.kernels import join_parts as join_parts_kernel
 from qla_kernels.conv.kernels import update as update_kernel
 from qla_kernels.conv.kernels import weight_sums as weight_sums_kernel
 from qla_kernels.conv.ops import ConvBackward, ConvTables
-from qla_kernels.conv.shapes import DTYPES, PIECE, RUNS
+from qla_kernels.conv.shapes import PIECE, RUNS
 from qla_kernels.conv.validate import FAR, OP, UPDATE_OP, flattens, token_step
 from qla_kernels.runtime import device, jit
-from qla_kernels.runtime.sm90 import dtype_name, low_words, readable, require_aligned
-
-_PLACES = {getattr(torch, name): place for place, name in enumerate(DTYPES)}
+from qla_kernels.runtime.sm90 import FLOATS, dtype_name, low_words, readable, require_aligned
 
 
 @torch.no_grad()
@@ -210,9 +208,9 @@ def _nodes(x: Tensor, width: int, tables: list[Tensor]) -> _Nodes:
 def _parameters(weight: Tensor, bias: Tensor | None) -> _Parameters:
     of_weight = weight.contiguous().view(torch.uint8).flatten()
     of_bias = of_weight if bias is None else bias.contiguous().view(torch.uint8)
-    bias_dtype = _PLACES[weight.dtype if bias is None else bias.dtype]
+    bias_dtype = FLOATS[weight.dtype if bias is None else bias.dtype]
     return _Parameters(
-        (of_weight, of_bias), (_PLACES[weight.dtype], bias_dtype, int(bias is not None))
+        (of_weight, of_bias), (FLOATS[weight.dtype], bias_dtype, int(bias is not None))
     )
 
 

@@ -8,8 +8,6 @@ LANES = 32  # of a warp
 TILE = LANES * PIECE  # channels of a warp
 RUNS = 8  # runs of tokens of a CTA, one for each warp; or for each two, see heads.py
 
-DTYPES = ("float32", "bfloat16", "float16")  # of weights and biases; kernels get the index
-
 EPSILON = 1e-6  # added to a head's sum of squares
 
 # Columns of the table `rows`, which has a row for each node

@@ -16,12 +16,10 @@ from qla_kernels.norm.kernels import bwd as bwd_kernel
 from qla_kernels.norm.kernels import fwd as fwd_kernel
 from qla_kernels.norm.kernels import weight_sums as weight_sums_kernel
 from qla_kernels.norm.ops import NormBackward
-from qla_kernels.norm.shapes import DTYPES, PIECE
+from qla_kernels.norm.shapes import PIECE
 from qla_kernels.norm.validate import OP, flattens
 from qla_kernels.runtime import device, jit
-from qla_kernels.runtime.sm90 import dtype_name, low_words, readable, require_aligned
-
-_PLACES = {getattr(torch, name): place for place, name in enumerate(DTYPES)}
+from qla_kernels.runtime.sm90 import FLOATS, dtype_name, low_words, readable, require_aligned
 
 
 @torch.no_grad()
@@ -65,7 +63,7 @@ def gated_norm_bwd(
             *call.numbers,
         )  # fmt: skip
         jit.compile(weight_sums_kernel, weight_sums_kernel.VARIANTS[0])(
-            sums, dweight.view(torch.uint8), _PLACES[weight.dtype]
+            sums[:, None], dweight.view(torch.uint8), FLOATS[weight.dtype]
         )
     return NormBackward(dx, dgate, dweight)
 
@@ -90,7 +88,7 @@ def _call(
         variant,
         num_blocks(x.numel() // V, variant.V, places),
         (weight.contiguous().view(torch.uint8), end),
-        (_PLACES[weight.dtype], len(tables), int(silu), 1 / V, eps),
+        (FLOATS[weight.dtype], len(tables), int(silu), 1 / V, eps),
     )
 
 

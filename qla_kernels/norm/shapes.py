@@ -5,8 +5,6 @@ SPANS = 2  # pieces of a row that a thread has
 COLUMNS = (64, 128, 256, 512)  # of the variants; each serves rows up to this size
 WARPS = 8  # of a CTA
 
-DTYPES = ("float32", "bfloat16", "float16")  # of weights; kernels get the index
-
 
 def row_threads(columns: int) -> int:
     """Returns how many threads share a row, in the variant for rows up to `columns`."""

@@ -15,6 +15,7 @@ from qla_kernels.runtime.errors import Unsupported, need
 CAPABILITY = (9, 0)
 HEAD_SIZES = (64, 128)  # of sparse_ring; gdn/shapes.py and dualkv/shapes.py have their own
 DTYPES = (torch.bfloat16, torch.float16)
+FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as kernels get a late dtype
 TMA_ALIGNMENT = 16  # bytes, of a tensor's base and of every stride but the last
 
 Reason = tuple[str, str, str]  # got, need, fix

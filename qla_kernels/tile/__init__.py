@@ -8,6 +8,7 @@
     ring                shared-memory slots between producers and consumers
     named_barriers      barriers at which a fixed number of threads meet
     loops, mask, pin    loops that stay rolled; rows behind a sequence; arithmetic before a wait
+    numbers             numbers of a dtype known at run time; sums over CTAs
     dependent           overlap of a kernel's start with the end of the kernel before it
     softmax             online softmax of a forward
     softmax_backward    probabilities and dS of a backward

@@ -85,7 +85,7 @@ def test_gates_of_every_size():
 @pytest.mark.kernels("norm.weight_sums")
 def test_sums_over_any_number_of_blocks(blocks):
     sums, dweight = torch.randn(blocks, 72), torch.empty(72)
-    jit.compile(weight_sums, weight_sums.VARIANTS[0])(sums, dweight.view(torch.uint8), 0)
+    jit.compile(weight_sums, weight_sums.VARIANTS[0])(sums[:, None], dweight.view(torch.uint8), 0)
     assert_close("dweight", dweight, sums.double().sum(0), FP32)
 
 

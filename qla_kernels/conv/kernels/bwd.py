@@ -38,7 +38,7 @@ from qla_kernels.conv.kernels.heads import (
     pair_barriers,
     uniform,
 )
-from qla_kernels.conv.kernels.numbers import SOURCE, factor
+from qla_kernels.conv.kernels.pieces import SOURCE, factor
 from qla_kernels.conv.kernels.walk import (
     Nodes,
     Sections,

@@ -31,7 +31,7 @@ from qla_kernels.conv.kernels.heads import (
     pair_barriers,
     pair_bytes,
 )
-from qla_kernels.conv.kernels.numbers import SOURCE, factor
+from qla_kernels.conv.kernels.pieces import SOURCE, factor
 from qla_kernels.conv.kernels.walk import convolved
 from qla_kernels.conv.shapes import LANES, PIECE, WIDTHS
 from qla_kernels.tile.dependent import await_previous
@@ -117,7 +117,7 @@ def move_channels(function, to, from_, step, adjacent):
 
 
 def taps(to, from_, first, dtype):
-    """Loads to.shape[0] numbers as fp32, 8 bytes at a time; `dtype` is a place in DTYPES."""
+    """Loads to.shape[0] numbers as fp32, 8 bytes at a time; `dtype` as in numbers."""
     size = to.shape[0]
     to, from_ = T.access_ptr(to[0], "w", size), T.access_ptr(from_, "r", 1)
     return T.call_extern("handle", f"qla::taps<{size}>", to, from_, first, dtype)

@@ -10,10 +10,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import qla_kernels.tile.language as T
-from qla_kernels.conv.kernels.numbers import load_piece, load_section, numbers, store_piece
+from qla_kernels.conv.kernels.pieces import load_piece, load_section, store_piece
 from qla_kernels.conv.shapes import PIECE
 from qla_kernels.tile.bounds import clamped
 from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.numbers import numbers
 
 
 class Nodes(NamedTuple):

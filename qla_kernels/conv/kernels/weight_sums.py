@@ -4,26 +4,18 @@
 
 in weight's and in bias's dtype.
 
-Steps (numbers appear again in the role); a CTA owns 32 channels of one of the W + 1 sums:
-    1 sum    a warp takes every 16th block, 4 of them at a time; a lane is a channel
-    2 sum    over the warps, in their order, rounded once, out
+A CTA owns 32 channels of one of the W + 1 sums; see add_blocks for their order.
 
-Bounded by latency, and small: for each token bwd moves 100 and more times as much. Why this shape:
-the number of blocks fixes the order of a sum, so results repeat bit for bit.
+Bounded by latency, and small: for each token bwd moves 100 and more times as much.
 """
 
 from typing import NamedTuple
 
 import qla_kernels.tile.language as T
-from qla_kernels.conv.kernels.numbers import SOURCE, put_number
 from qla_kernels.conv.shapes import WIDTHS
 from qla_kernels.tile.dependent import await_previous
-from qla_kernels.tile.loops import rolled
+from qla_kernels.tile.numbers import SOURCE, SUM_COLUMNS, SUM_WARPS, add_blocks, put_number
 from qla_kernels.tile.schedule import Role, Schedule
-
-SUM_WARPS = 16
-SUM_CHANNELS = 32
-SUM_AHEAD = 4  # blocks that a thread loads before it adds
 
 
 class Variant(NamedTuple):
@@ -41,31 +33,9 @@ PASS_CONFIGS = {
 def schedule(variant: Variant) -> Schedule:
     return Schedule(
         roles=(Role("sum", warps=SUM_WARPS, regs=64, computes="dweight, dbias"),),
-        smem_bytes=SUM_WARPS * SUM_CHANNELS * 4,
+        smem_bytes=SUM_WARPS * SUM_COLUMNS * 4,
         ctas_per_sm=2,
     )
-
-
-@T.macro
-def add_up(sums, s_sum, r_sum, which, channel, num_blocks):
-    """Adds sum `which` of a channel over all blocks; the first warp's r_sum[0] gets it."""
-    lane, warp = T.get_thread_binding() % 32, T.get_thread_binding() // 32
-    r_ahead = T.alloc_local((SUM_AHEAD,), "float32")
-    block = T.alloc_var("int32")
-    r_sum[0] = 0
-    for step in rolled(T.ceildiv(num_blocks, SUM_WARPS * SUM_AHEAD)):  # 1
-        for i in T.unroll(SUM_AHEAD):
-            block = (step * SUM_AHEAD + i) * SUM_WARPS + warp
-            r_ahead[i] = 0
-            if block < num_blocks:
-                r_ahead[i] = sums[block, which, channel]
-        for i in T.unroll(SUM_AHEAD):
-            r_sum[0] += r_ahead[i]
-    s_sum[warp, lane] = r_sum[0]  # 2
-    T.sync_threads()
-    if warp == 0:
-        for other in T.unroll(1, SUM_WARPS):
-            r_sum[0] += s_sum[other, lane]
 
 
 def build(variant: Variant):
@@ -83,17 +53,17 @@ def build(variant: Variant):
         bias_dtype: T.int32,
         num_sums: T.int32,  # W + 1, or W where there is no bias
     ):
-        with T.Kernel(T.ceildiv(num_channels, SUM_CHANNELS), num_sums, threads=plan.threads) as (
+        with T.Kernel(T.ceildiv(num_channels, SUM_COLUMNS), num_sums, threads=plan.threads) as (
             tile,
             which,
         ):
             T.annotate_min_blocks_per_sm(plan.ctas_per_sm)
             T.import_source(SOURCE)
-            s_sum = T.alloc_shared((SUM_WARPS, SUM_CHANNELS), "float32")
+            s_sum = T.alloc_shared((SUM_WARPS, SUM_COLUMNS), "float32")
             r_sum = T.alloc_local((1,), "float32")
-            channel = tile * SUM_CHANNELS + T.get_thread_binding() % 32
+            channel = tile * SUM_COLUMNS + T.get_thread_binding() % 32
             await_previous()
-            add_up(sums, s_sum, r_sum, which, T.min(channel, num_channels - 1), num_blocks)
+            add_blocks(sums, s_sum, r_sum, which, T.min(channel, num_channels - 1), num_blocks)
             if (T.get_thread_binding() < 32) & (channel < num_channels):
                 if which < W:
                     put_number(dweight[0], r_sum[0], channel * W + which, weight_dtype)

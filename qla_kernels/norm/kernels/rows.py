@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import qla_kernels.tile.language as T
 from qla_kernels.norm.shapes import PIECE, SPANS
+from qla_kernels.tile import numbers
 from qla_kernels.tile.bounds import clamped
 from qla_kernels.tile.constants import LOG2E
 
-SOURCE = Path(__file__).with_suffix(".cuh").read_text()
+SOURCE = numbers.SOURCE + Path(__file__).with_suffix(".cuh").read_text()
 
 
 class Place(NamedTuple):
@@ -59,7 +60,7 @@ def load_row(x, r_x, place, row):
 
 @T.macro
 def load_weights(weight, r_w, place, dtype):
-    """Sets r_w [SPANS, PIECE] to the weights of a thread's columns; `dtype` is one of DTYPES."""
+    """Sets r_w [SPANS, PIECE] to the weights of a thread's columns; `dtype` as in put_number."""
     for span in T.unroll(SPANS):
         for e in T.unroll(PIECE):
             r_w[span, e] = 0
@@ -92,8 +93,3 @@ def add_threads(x, below, to):
 
 def logistic(x: Any) -> Any:
     return 1 / (1 + T.exp2(-LOG2E * x))
-
-
-def put_number(to: Any, x: Any, place: Any, dtype: Any) -> Any:
-    """Stores x as number `place`; `dtype` is a place in DTYPES."""
-    return T.call_extern("handle", "qla::put_number", T.access_ptr(to, "w", 1), x, place, dtype)

@@ -1,9 +1,7 @@
-// Loads of 8 bytes, and numbers of a dtype known at run time: see numbers.py.
+// Loads of 8 bytes, and act(z) / z: see pieces.py.
 #include <tl_templates/cuda/common.h>
 
 namespace qla {
-
-enum { FLOAT32, BFLOAT16, FLOAT16 };  // DTYPES of shapes.py
 
 // The 4 numbers of a piece of a row; rows are `step` elements apart, less than 4 GB. One
 // multiplication of 32 bits, and what does not change in a loop is computed in front of it.
@@ -33,30 +31,6 @@ template <class T>
 __device__ __forceinline__ void store_piece(T *y, const T *from, int row, int step, int piece) {
   using Piece = std::conditional_t<sizeof(T) == 2, uint2, uint4>;
   *reinterpret_cast<Piece *>(piece_of(y, row, step, piece)) = *reinterpret_cast<const Piece *>(from);
-}
-
-template <class T, int Count>
-__device__ __forceinline__ void numbers_as(float *to, const unsigned char *from, int first) {
-#pragma unroll
-  for (int i = 0; i < Count; ++i) to[i] = float(reinterpret_cast<const T *>(from)[first + i]);
-}
-
-template <int Count>
-__device__ __forceinline__ void numbers(float *to, const unsigned char *from, int first,
-                                        int dtype) {
-  switch (dtype) {
-    case FLOAT32: return numbers_as<float, Count>(to, from, first);
-    case BFLOAT16: return numbers_as<bfloat16_t, Count>(to, from, first);
-    default: return numbers_as<half_t, Count>(to, from, first);
-  }
-}
-
-__device__ __forceinline__ void put_number(unsigned char *to, float x, int place, int dtype) {
-  switch (dtype) {
-    case FLOAT32: reinterpret_cast<float *>(to)[place] = x; return;
-    case BFLOAT16: reinterpret_cast<bfloat16_t *>(to)[place] = bfloat16_t(x); return;
-    default: reinterpret_cast<half_t *>(to)[place] = half_t(x); return;
-  }
 }
 
 __device__ __forceinline__ float factor(float z, float least) {

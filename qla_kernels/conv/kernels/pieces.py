@@ -1,12 +1,13 @@
-"""Loads a thread's channels of a token, and weights of any float dtype."""
+"""Loads and stores a thread's channels of a token, its piece; and act(z) / z."""
 
 from pathlib import Path
 from typing import Any
 
 import qla_kernels.tile.language as T
 from qla_kernels.conv.shapes import PIECE
+from qla_kernels.tile import numbers
 
-SOURCE = Path(__file__).with_suffix(".cuh").read_text()
+SOURCE = numbers.SOURCE + Path(__file__).with_suffix(".cuh").read_text()
 
 
 def load_piece(to: Any, x: Any, row: Any, piece: Any) -> Any:
@@ -33,19 +34,6 @@ def store_piece(y: Any, from_: Any, row: Any, piece: Any) -> Any:
     """Stores PIECE numbers as y[row, piece], of a contiguous y."""
     to, from_ = T.access_ptr(y[0, 0, 0], "w", PIECE), T.access_ptr(from_, "r", PIECE)
     return T.call_extern("handle", "qla::store_piece", to, from_, row, y.shape[1] * PIECE, piece)
-
-
-def numbers(to: Any, from_: Any, first: Any, dtype: Any) -> Any:
-    """Loads to.shape[0] numbers, from number `first` on, as fp32; `dtype` is a place in DTYPES."""
-    size = to.shape[0]
-    to, from_ = T.access_ptr(to[0], "w", size), T.access_ptr(from_, "r", 1)
-    return T.call_extern("handle", f"qla::numbers<{size}>", to, from_, first, dtype)
-
-
-def put_number(to: Any, x: Any, place: Any, dtype: Any) -> Any:
-    """Stores x as number `place`; `dtype` is a place in DTYPES."""
-    to = T.access_ptr(to, "w", 1)
-    return T.call_extern("handle", "qla::put_number", to, x, place, dtype)
 
 
 def factor(z: Any, least: Any) -> Any:
