@@ -33,6 +33,7 @@ RULE, STEP, CONVOLUTION = (
 )  # fmt: skip
 FUNCTIONS = RULE, STEP, CONVOLUTION  # of a module of transformers, since 5.15
 OF_FLA = "chunk_gated_delta_rule"
+PROJECTIONS = "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"  # of Qwen3.5's mixer
 
 
 @dataclass
@@ -41,15 +42,15 @@ class Layers:
 
     module: nn.Module
     home: ModuleType
-    forward: Callable[[nn.Module, Tensor], Tensor]
+    forward: Callable[..., Tensor]  # of the module and the tensors of ModelInputs.x
 
     def parameters(self) -> dict[str, Tensor]:
         return {n: p for n, p in self.module.named_parameters() if "embed_tokens" not in n}
 
 
 class ModelInputs(NamedTuple):
-    x: Tensor  # [B, T, hidden]
-    dy: Tensor  # [B, T, hidden]
+    x: tuple[Tensor, ...]  # [B, T, hidden], or what a region's projections return
+    dy: Tensor  # [B, T, hidden], or of a region [B, T, HV V]
     layers: Layers
 
 
@@ -58,11 +59,45 @@ def model_inputs(
 ) -> ModelInputs:
     generator = torch.Generator(device).manual_seed(seed)
 
-    def normal() -> Tensor:
-        shape = len(workload.lengths), workload.lengths[0], workload.sizes.hidden
+    def normal(columns: int) -> Tensor:
+        shape = *rows_of(workload), columns
         return torch.randn(shape, generator=generator, device=device).to(dtype)
 
-    return ModelInputs(normal(), normal(), layers_of(workload, device, dtype))
+    hidden, _, _, (H, HV, K, V) = workload.sizes
+    if workload.region:
+        x = tuple(map(normal, (2 * H * K + HV * V, HV * V, HV, HV)))
+    else:
+        x = (normal(hidden),)
+    dy = normal(HV * V if workload.region else hidden)
+    return ModelInputs(x, dy, layers_of(workload, device, dtype))
+
+
+def rows_of(workload: ModelStep) -> tuple[int, int]:
+    """The sizes B, T of the batch."""
+    return (1, workload.tokens) if workload.packed else (len(workload.lengths), workload.lengths[0])
+
+
+def bounds_of(x: Tensor, workload: ModelStep) -> dict[str, Any]:
+    """Where the sequences of x [B, T, ..] are, as transformers' collators say it."""
+    if not workload.packed or x.shape[:2] != rows_of(workload):
+        return {}
+    length, count = workload.lengths[0], len(workload.lengths)
+    bounds = torch.arange(count + 1, dtype=torch.int32, device=x.device) * length
+    of_token = torch.arange(workload.tokens, device=x.device)[None]
+    return {
+        "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": length,
+        "max_length_k": length, "seq_idx": (of_token // length).int(),
+        "position_ids": of_token % length,
+    }  # fmt: skip
+
+
+class Projection(nn.Module):
+    """In place of a layer that projects: returns a given tensor."""
+
+    result: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.result
 
 
 def layers_of(workload: ModelStep, device: torch.device, dtype: torch.dtype) -> Layers:
@@ -101,10 +136,25 @@ def _of_transformers(workload: ModelStep) -> Layers:
     module = getattr(models, model)(getattr(configs, config)(**given)).train()
 
     def forward(module: nn.Module, x: Tensor) -> Tensor:
-        y: Tensor = module(inputs_embeds=x, use_cache=False).last_hidden_state
+        bounds = bounds_of(x, workload)
+        y: Tensor = module(inputs_embeds=x, use_cache=False, **bounds).last_hidden_state
         return y
 
-    return Layers(module, models, forward)
+    def region(module: nn.Module, *parts: Tensor) -> Tensor:
+        for name, part in zip(PROJECTIONS, parts, strict=True):
+            getattr(module, name).result = part
+        bounds = bounds_of(parts[0], workload)
+        bounds.pop("position_ids", None)
+        y: Tensor = module(parts[1], **bounds)
+        return y
+
+    if not workload.region:
+        return Layers(module, models, forward)
+    mixer = module.layers[0].linear_attn
+    for name in PROJECTIONS:
+        setattr(mixer, name, Projection())
+    mixer.out_proj = nn.Identity()
+    return Layers(mixer, models, region)
 
 
 def _of_fla(workload: ModelStep) -> Layers:
@@ -144,17 +194,18 @@ def step_of(inputs: ModelInputs, within: Callable[[], AbstractContextManager[Non
     parameters = layers.parameters()
 
     def run() -> tuple[Tensor, ...]:
-        x = inputs.x.detach().requires_grad_()
+        x = [part.detach().requires_grad_() for part in inputs.x]
         with within():
-            y = layers.forward(layers.module, x)
-            grads = torch.autograd.grad(y, [x, *parameters.values()], inputs.dy)
+            y = layers.forward(layers.module, *x)
+            grads = torch.autograd.grad(y, [*x, *parameters.values()], inputs.dy)
         return y.detach(), *grads
 
     def collect(raw: tuple[Tensor, ...]) -> Outputs:
-        y, dx, *of_weights = raw
+        names = ["y", *(f"dx.{i}" if i else "dx" for i in range(len(inputs.x)))]
+        outputs = {n: x.flatten(0, 1)[None, :, None] for n, x in zip(names, raw, strict=False)}
         names = [f"{'dg' if n.endswith(('A_log', 'dt_bias')) else 'dw'}.{n}" for n in parameters]
-        found = {n: x.reshape(1, 1, 1, -1) for n, x in zip(names, of_weights, strict=True)}
-        return {"y": y.flatten(0, 1)[None, :, None], "dx": dx.flatten(0, 1)[None, :, None], **found}
+        of_weights = zip(names, raw[len(outputs) :], strict=True)
+        return outputs | {n: x.reshape(1, 1, 1, -1) for n, x in of_weights}
 
     return Call(run, collect, capture=False)
 
@@ -182,11 +233,13 @@ def plain(function: Any) -> Any:
 
 
 def model_truth(workload: ModelStep, inputs: ModelInputs) -> Truth:
-    dtype = torch.float32 if inputs.x.is_cuda else torch.float64
+    dtype = torch.float32 if inputs.dy.is_cuda else torch.float64
     wide = Layers(
         copy.deepcopy(inputs.layers.module).to(dtype), inputs.layers.home, inputs.layers.forward
     )
-    exact = ModelInputs(inputs.x.to(dtype), inputs.dy.to(dtype), wide)
+    rows = len(workload.lengths), workload.lengths[0], -1  # of packs, too
+    x = tuple(part.to(dtype).reshape(rows) for part in inputs.x)
+    exact = ModelInputs(x, inputs.dy.to(dtype).reshape(rows), wide)
     call = step_of(exact, partial(exchanged, wide.home, definitions(wide)))
     want = {name: x.float() for name, x in call.collect(call.run()).items()}
     # layers behind each other round after each half; fp32 itself is what is left on a CPU, whose
@@ -200,12 +253,15 @@ def model_work(workload: ModelStep, element_size: int) -> Work:
     Bytes are x, dy, y and dx, and weights and their gradients: intermediate tensors do not count.
     """
     hidden, wide, (kv_heads, heads, size), (H, HV, K, V) = workload.sizes
+    rule = gdn_work(Gdn((H, HV), workload.lengths, "both", head_dim=K, value_dim=V), element_size)
+    if workload.region:
+        numbers = 2 * H * K + 3 * HV * V + 2 * HV  # in, and out; likewise their gradients
+        return Work(rule.flops, 2.0 * element_size * numbers * workload.tokens)
     linear = hidden * (2 * H * K + 3 * HV * V + 2 * HV)
     gate = 2 if workload.model == QWEN else 1  # Qwen's queries have gates
     full = hidden * size * ((gate + 1) * heads + 2 * kv_heads)
     layers = (LINEAR, FULL) if heads else (1, 0)
     parameters = layers[0] * linear + layers[1] * full + sum(layers) * 3 * hidden * wide
-    rule = gdn_work(Gdn((H, HV), workload.lengths, "both", head_dim=K, value_dim=V), element_size)
     pairs = sum(n * (n + 1) / 2 for n in workload.lengths)
     flops = 6.0 * parameters * workload.tokens + layers[0] * rule.flops
     flops += layers[1] * 7 * 2.0 * pairs * heads * size

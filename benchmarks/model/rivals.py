@@ -36,6 +36,7 @@ LIGER = {QWEN: "apply_liger_kernel_to_qwen3_5"}  # functions of liger_kernel.tra
 
 class InLayers(Implementation):
     needs_cuda = False
+    packs = True  # keeps sequences of a pack apart, the convolution too
     fuses = ""  # "liger" or "compile": who fuses the rest of the layers
 
     def missing(self) -> str | None:
@@ -49,6 +50,10 @@ class InLayers(Implementation):
                 return "FLA's layer alone has nothing else to fuse"
             if not _found("fla", "fla.layers"):
                 return "flash-linear-attention, which has FLA's layers, is not installed"
+        if workload.packed and not self.packs:
+            return "PyTorch's convolution takes a pack for one sequence"
+        if self.fuses and workload.region:
+            return "a mixer alone has nothing else to fuse"
         if self.fuses == "liger" and workload.model not in LIGER:
             return f"Liger has no kernels for {workload.model}"
         return super().inapplicable(workload)
@@ -96,6 +101,7 @@ class OursCompiled(Ours):
 class OursRule(Ours):
     """The gated delta rule alone is ours, as in releases before 2026-11-25; PyTorch convolves."""
 
+    packs = False
     name, label, on_request = "ours_rule", "ours, the rule alone", True
     lacks: ClassVar = {"fla_layer": "FLA's layer keeps its convolution"}
 
@@ -115,6 +121,7 @@ class WithFLA(InLayers):
     name, label, distribution = "fla", "FLA", "fla-core"
     module, needs_cuda = "fla.ops.gated_delta_rule", True
     theirs: ClassVar = {RULE: "fla."}  # functions that have to be other libraries'
+    packs = False
 
     def prepare(self, workload: ModelStep, inputs: ModelInputs) -> Call:
         os.environ["FLA_FLASH_QLA"] = "0"  # FLA's own kernels
@@ -122,6 +129,9 @@ class WithFLA(InLayers):
             return step_of(inputs, partial(switched, "0"))
         layers = self.layers(workload, inputs)
         functions = functions_of(layers.home)
+        if workload.region:
+            layers = _copied(layers)
+            _fused_norm(layers)
         if CONVOLUTION not in self.theirs:
             functions[CONVOLUTION] = plain(functions[CONVOLUTION])
         for name, module in self.theirs.items():
@@ -137,6 +147,7 @@ class WithFLAConv(WithFLA):
     name, label, distribution = "fla_conv", "FLA and causal-conv1d", "causal-conv1d"
     module = "causal_conv1d"
     theirs: ClassVar = {RULE: "fla.", CONVOLUTION: "causal_conv1d"}
+    packs = True
     lacks: ClassVar = {"fla_layer": "FLA's layer keeps its convolution"}
 
     def missing(self) -> str | None:
@@ -158,10 +169,21 @@ class WithPyTorch(InLayers):
 
     name, label, distribution, module = "torch", "PyTorch alone", "transformers", "transformers"
     lacks: ClassVar = {"fla_layer": "FLA has no such path"}
+    packs = False
 
     def prepare(self, workload: ModelStep, inputs: ModelInputs) -> Call:
         layers = inputs.layers
         return step_of(inputs, partial(exchanged, layers.home, definitions(layers)))
+
+
+def _fused_norm(layers: Layers) -> None:
+    """FLA's gated norm in place of PyTorch's, which transformers has."""
+    fused = importlib.import_module("fla.modules.fused_norm_gate").rms_norm_gated
+    norm: Any = copy.deepcopy(layers.module.norm)
+    norm.forward = lambda x, gate: fused(
+        x, gate, norm.weight, None, activation="swish", eps=norm.variance_epsilon
+    )
+    layers.module.norm = norm
 
 
 def _copied(layers: Layers) -> Layers:

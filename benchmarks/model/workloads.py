@@ -3,7 +3,7 @@
 Four layers of a hybrid model, three of them gated delta nets, or FLA's layer alone.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..gdn.workloads import Sequences
@@ -33,22 +33,29 @@ LINEAR, FULL = 3, 1  # layers of a block
 
 @dataclass(frozen=True)
 class ModelStep(Sequences):
-    """Forward and backward of layers, in 16 bits; each row of the batch is a sequence."""
+    """Forward and backward of layers, in 16 bits.
+
+    Each row of the batch is a sequence, or all are packed into one row. `region` is a gated delta
+    net alone, from behind its projections to before the last: convolution, gates, rule and norm.
+    """
 
     model: str
     lengths: Lengths  # equal
     small: bool = False
+    packed: bool = False
+    region: bool = False
 
     family = "model"
     direction = "both"
 
     @property
     def kind(self) -> str:
-        return "fla_layer" if self.model == FLA else "layers"
+        return "fla_layer" if self.model == FLA else "region" if self.region else "layers"
 
     @property
     def name(self) -> str:
-        return f"model-{self.model}-{self.layout}"
+        part, pack = "region" if self.region else "model", "-pack" * self.packed
+        return f"{part}-{self.model}-{self.layout}{pack}"
 
     @property
     def sizes(self) -> Sizes:
@@ -60,16 +67,26 @@ class ModelStep(Sequences):
 
     @property
     def what(self) -> str:
-        return "FLA's layer" if self.model == FLA else f"4 layers of {self.model}"
+        if self.model == FLA:
+            return "FLA's layer"
+        return f"{'the mixer of' if self.region else '4 layers of'} {self.model}"
 
     def reduced(self, factor: int) -> "ModelStep":
         """Shorter, and of a small model: without a GPU."""
         length = max(1, self.lengths[0] // factor)
-        return ModelStep(self.model, (length,) * len(self.lengths), small=True)
+        return replace(self, lengths=(length,) * len(self.lengths), small=True)
 
 
 LENGTHS: tuple[Lengths, ...] = ((8192,), (2048,) * 4)
+PACK: Lengths = (512,) * 16
 MODEL = {
-    "training": (*(ModelStep(model, lengths) for model in (QWEN, OLMO) for lengths in LENGTHS),),
+    "training": (
+        *(ModelStep(model, lengths) for model in (QWEN, OLMO) for lengths in LENGTHS),
+        *(ModelStep(model, PACK, packed=True) for model in (QWEN, OLMO)),
+    ),
+    "region": (
+        ModelStep(QWEN, (8192,), region=True),
+        ModelStep(QWEN, PACK, packed=True, region=True),
+    ),
     "fla": (ModelStep(FLA, (8192,)), ModelStep(FLA, (2048,) * 4)),
 }

@@ -3,6 +3,7 @@
 import functools
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ pytestmark = pytest.mark.libraries
 
 CPU = torch.device("cpu")
 STEPS = [ModelStep(model, (70, 70), small=True) for model in (QWEN, OLMO)]
+PARTS = [replace(step, packed=True) for step in STEPS]
+PARTS += [replace(step, region=True) for step in (STEPS[0], PARTS[0])]
 WAYS = [rivals.Ours(), rivals.OursRule(), rivals.WithPyTorch()]
 
 
@@ -29,13 +32,17 @@ def verdict_of(implementation, workload):
     return model_truth(workload, inputs).judge(call.collect(call.run()), torch.float32)
 
 
-@pytest.mark.parametrize("workload", STEPS, ids=lambda w: w.model)
+@pytest.mark.parametrize("workload", STEPS + PARTS, ids=lambda w: w.name)
 def test_all_are_the_definition(workload):
     layers = layers_of(workload, CPU, torch.float32)
     for way in WAYS:
+        if workload.packed and not way.packs:
+            assert "takes a pack for one" in way.inapplicable(workload)
+            continue
         verdict = verdict_of(way, workload)
         assert verdict.complaint is None, way.name
-        assert len(verdict.errors) == 2 + len(layers.parameters())
+        inputs = 4 if workload.region else 1
+        assert len(verdict.errors) == 1 + inputs + len(layers.parameters())
 
 
 def test_each_computes_with_its_own_functions():
