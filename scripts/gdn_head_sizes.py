@@ -28,14 +28,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.gdn.problem import gdn_inputs
 from benchmarks.gdn.workloads import Gdn, parse_lengths
 from qla_kernels.gdn import plan as gdn_plan
-from qla_kernels.gdn import wide_plan
 from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
-from qla_kernels.gdn.heuristics import ForwardChoice
 from qla_kernels.gdn.launch import backward as launch_backward
 from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.launch import states
 from qla_kernels.gdn.launch.tensors import plan_shape
 from qla_kernels.gdn.plan import WARM_LOG_BOUND, Plan
+from qla_kernels.gdn.times import ForwardChoice
 
 ROWS = (
     *("fwd:6/6:256/512:8192x1", "fwd:6/6:256/512:16384x1", "fwd:6/6:256/512:32768x1"),
@@ -62,8 +61,8 @@ def call(row: str) -> tuple[str, Call, Incoming]:
 
 def forwards(x: Call) -> Ways:
     """Returns the forward by each plan; `chosen` is that of the model."""
-    chunks, HV, _, V, sm_count = plan_shape(x)
-    chosen = wide_plan.forward(chunks, HV, V, sm_count)
+    chunks, shape = plan_shape(x)
+    (HV, _, V, sm_count), chosen = shape, gdn_plan.forward(chunks, shape)
     longest = max(count for count, _ in chunks)
     plans = {"whole": gdn_plan.wide(sum(n for _, n in chunks), HV, V, sm_count)}
     plans |= {"chosen " + said(chosen): chosen} if chosen.segment_chunks else {}

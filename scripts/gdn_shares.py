@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from qla_kernels.gdn import plan as gdn_plan
 from qla_kernels.gdn.call import Call, Options
-from qla_kernels.gdn.heuristics import SHARING
 from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.launch.tensors import plan_shape
+from qla_kernels.gdn.times import SHARING
 
 ROWS = (
     # chosen, and measured to gain; then chosen for lengths of the host alone
@@ -74,10 +74,10 @@ def planned(name: str, x: Call) -> Iterator[Call]:
     if name in ("known", "device"):
         yield x if name == "known" else x._replace(cu_seqlens_cpu=None)
         return
-    chunks, *shape = plan_shape(x)
-    found: Any = gdn_plan.Plan(SHARING, None, shares=True)
+    chunks, shape = plan_shape(x)
+    found: Any = gdn_plan.Plan(SHARING, shares=True)
     if name == "whole":
-        found = gdn_plan.forward(chunks, *shape, shares=False)
+        found = gdn_plan.forward(chunks, shape, shares=False)
     alike = name == "whole" and len(chunks) == 1 and found.segment_chunks is None
     with mock.patch.object(launch, "planned", return_value=(found, alike)):
         yield x

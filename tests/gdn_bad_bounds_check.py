@@ -13,22 +13,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from qla_kernels.gdn import GdnPool, bands, heuristics, plan
+from qla_kernels.gdn import GdnPool, bands, plan
 from qla_kernels.gdn.anchored import launch as launch_anchored
 from qla_kernels.gdn.anchored.extend import Slots
 from qla_kernels.gdn.anchored.ops import Rejection
-from qla_kernels.gdn.bands import Band, Bands, GradientBand, GradientBands
 from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
 from qla_kernels.gdn.decode import launch as launch_recurrent
 from qla_kernels.gdn.decode.ops import Drafts, Norm, Pool
 from qla_kernels.gdn.launch import backward as launch_backward
 from qla_kernels.gdn.launch import forward as launch
-from qla_kernels.gdn.plan import Plan
+from qla_kernels.gdn.plan import Band, Plan
 from qla_kernels.gdn.prefill import launch as launch_prefill
 from qla_kernels.gdn.prefill.ops import Prefill
 from qla_kernels.gdn.sharded import exchange
 from qla_kernels.gdn.sharded import launch as launch_shards
 from qla_kernels.gdn.sharded.ops import Arriving, ShardPlace
+from qla_kernels.gdn.times import ForwardChoice
 
 # Of three sequences, in so many tokens: gates of two heads end at whole 16 bytes, as then does what
 # qla_kernels/lab/emulator/process.py guards.
@@ -66,8 +66,8 @@ SLOTS = {
 
 N, H, HV, SIZE = 3, 1, 2, 128
 SCALE = SIZE**-0.5
-GIVEN = heuristics.ForwardChoice(128, False)
-SOLVING, SOLVING_TWO_TILES = heuristics.ForwardChoice(64, True), heuristics.ForwardChoice(128, True)
+GIVEN = ForwardChoice(128, False)
+SOLVING, SOLVING_TWO_TILES = ForwardChoice(64, True), ForwardChoice(128, True)
 
 
 class Setting(NamedTuple):
@@ -85,7 +85,7 @@ class Setting(NamedTuple):
         return self.place(torch.randn(num, HV, SIZE, SIZE))
 
 
-def forward(how: Plan | Bands, s: Setting, bounds: Tensor, on_cpu: Tensor | None = None) -> None:
+def forward(how: Plan, s: Setting, bounds: Tensor, on_cpu: Tensor | None = None) -> None:
     """With the state of each chunk if the CPU knows the bounds."""
     s.patch.setattr(launch, "planned", lambda *_: (how, False))
     rows = s.rows(H, SIZE), s.rows(H, SIZE), s.rows(HV, SIZE), *s.gates()
@@ -95,7 +95,7 @@ def forward(how: Plan | Bands, s: Setting, bounds: Tensor, on_cpu: Tensor | None
 
 def wide_forward(limit: float | None, s: Setting, bounds: Tensor) -> None:
     """At K = 256, which has kernels of its own; with a limit of windows, in segments."""
-    how = Plan(heuristics.ForwardChoice(64, False), None if limit is None else 1, limit or 0.0)
+    how = Plan(ForwardChoice(64, False), None if limit is None else 1, limit or 0.0)
     s.patch.setattr(launch, "planned", lambda *_: (how, False))
     rows = s.rows(H, 2 * SIZE), s.rows(H, 2 * SIZE), s.rows(HV, SIZE), *s.gates()
     h0 = s.place(torch.randn(N, HV, 2 * SIZE, SIZE))
@@ -108,9 +108,10 @@ def states_out(s: Setting, bounds: Tensor) -> None:
     forward(Plan(SOLVING, None), s, bounds, torch.tensor(RIGHT))
 
 
-def backward(cuts: tuple[GradientBand, ...], s: Setting, bounds: Tensor) -> None:
+def backward(rows: tuple[Band, ...], s: Setting, bounds: Tensor) -> None:
     """Of raw gates, and of q before its norm."""
-    s.patch.setattr(bands, "backward", lambda *_: GradientBands(128, cuts))
+    chains = Plan(ForwardChoice(128, False), bands=rows)
+    s.patch.setattr(bands, "backward", lambda *_: chains)
     (g_cum, beta), x, A = s.gates(), s.rows(H, SIZE), s.rows(HV, 64)
     parameters = (s.place(torch.zeros(HV)) for _ in range(2))
     rows = launch.l2norm_fwd(x), s.rows(H, SIZE), s.rows(HV, SIZE), g_cum, beta
@@ -134,7 +135,7 @@ def wide_backward(s: Setting, bounds: Tensor) -> None:
 
 
 def shards(
-    kernel: heuristics.ForwardChoice, stretches: int, s: Setting, bounds: Tensor, K: int = SIZE
+    kernel: ForwardChoice, stretches: int, s: Setting, bounds: Tensor, K: int = SIZE
 ) -> None:
     """Sequences that come from another rank and go on at another, at both ends of stretches."""
     s.patch.setattr(plan, "forward", lambda *_, **__: Plan(kernel, 1))
@@ -277,21 +278,21 @@ PARTS: dict[str, Part] = {  # and the kernels that each launches
     "segments or equal shares": (
         functools.partial(
             forward,
-            Bands((Band(0, SOLVING_TWO_TILES), Band(3, SOLVING, 8)), SOLVING, -12.0, most_cut=1),
+            bands.banded({0: (SOLVING_TWO_TILES, 0), 3: (SOLVING, 8)}, SOLVING, -12.0, most_cut=1),
         ),
         {"share_table", "fused_fwd"} | CUT,
     ),
     "segments, A given": (
-        functools.partial(forward, Bands((Band(0, GIVEN, 8),), GIVEN, -30.0)),
+        functools.partial(forward, bands.banded({0: (GIVEN, 8)}, GIVEN, -30.0)),
         {"fused_fwd"} | SOLVE | CUT,
     ),
     "segments": (
-        functools.partial(forward, Bands((Band(0, SOLVING, 8),), SOLVING, -12.0)),
+        functools.partial(forward, bands.banded({0: (SOLVING, 8)}, SOLVING, -12.0)),
         {"fused_fwd"} | CUT,
     ),
     "segments or whole": (
         functools.partial(
-            forward, Bands((Band(0, SOLVING_TWO_TILES), Band(2, SOLVING, 8)), SOLVING, -12.0)
+            forward, bands.banded({0: (SOLVING_TWO_TILES, 0), 2: (SOLVING, 8)}, SOLVING, -12.0)
         ),
         {"fused_fwd"} | CUT,
     ),
@@ -306,7 +307,7 @@ PARTS: dict[str, Part] = {  # and the kernels that each launches
     "backward": (functools.partial(backward, ()), CHAINS | RAW),
     "backward of wide keys": (wide_backward, WIDE),
     "backward in segments": (
-        functools.partial(backward, (GradientBand(0, 8),)),
+        functools.partial(backward, (Band(0, 0, 8),)),
         {"segment_map_bwd"} | CUT | CHAINS | RAW,
     ),
     "shards, A given": (functools.partial(shards, GIVEN, 1), RANKS | SOLVE),

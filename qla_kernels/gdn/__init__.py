@@ -7,9 +7,9 @@ Reading order:
     autograd.py, ops.py         the torch.autograd.Functions and the torch.library operators
     cpu.py                      the operators on CPU tensors: the reference
     launch/, kernels/           the operators on CUDA tensors: host code and device code
-    plan.py, wide_plan.py       the choice of segments, the latter for K = 256; without a GPU
+    lengths.py, times.py        chunks of sequences and segments; a model of what kernels take
+    plan.py, bands.py           where to cut and which kernel, for lengths that are known or not
     choices.py, cuts.py         which plan a call uses; `segments_of`, which shows it to users
-    heuristics.py               the choice of kernel variants; without a GPU
     decode/                     decoding, token by token
     prefill/                    the chunked form on a pool of states
     anchored/                   decoding with the bits of the chunked form

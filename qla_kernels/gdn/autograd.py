@@ -130,7 +130,7 @@ class GatedDeltaRule(torch.autograd.Function):
     """Applies gdn_fwd, with gdn_bwd as its derivative, to the fields of a Call and to Options.
 
     Saves the inputs, which are usually alive anyway, and g_cum and A: 4 + 64 * 2 bytes per token
-    and value head. Where segments are kept (`keeping.py`) it also saves 4 K (K + V) bytes per
+    and value head. Where segments are kept (`choices.py`) it also saves 4 K (K + V) bytes per
     segment and value head. While it runs, the backward needs 4 K V bytes per chunk and value head,
     or 3 K V where K = 128 and V is a multiple of 128.
     """

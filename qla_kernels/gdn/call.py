@@ -61,7 +61,7 @@ class Options(NamedTuple):
         is_train: also return what the backward needs.
         auto_cp: allow cutting sequences into segments that run in parallel.
         enable_fwd_cp_cache: save the segments for the backward. None: if that is predicted to be
-            faster (keeping.py).
+            faster (choices.py).
     """
 
     use_qk_l2norm_in_kernel: bool = False  # the chunked path normalises q and k beforehand

@@ -7,14 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from qla_kernels.gdn import bands, choices, plan
-from qla_kernels.gdn.bands import Bands, GradientBands
+from qla_kernels.gdn import choices, plan
 from qla_kernels.gdn.choices import BatchLengths
-from qla_kernels.gdn.durations import Lengths
 from qla_kernels.gdn.keywords import is_invariant, warm_bound
-from qla_kernels.gdn.paths import Shape
+from qla_kernels.gdn.lengths import Lengths, rounded, sequence_chunks
 from qla_kernels.gdn.plan import Plan
 from qla_kernels.gdn.shapes import HEAD_SIZES, KEY_SIZES, VALUE_SIZES, WIDE
+from qla_kernels.gdn.times import Shape
 from qla_kernels.runtime import device
 from qla_kernels.runtime.arguments import flag
 from qla_kernels.runtime.errors import Unsupported, need
@@ -120,15 +119,31 @@ def segments_of(
     on_host = flag(CUTS_OP, "cu_seqlens_cpu", cu_seqlens_cpu)
     if is_invariant(CUTS_OP, None) or not sum(lengths):
         return _cut(lengths, None, direction)
-    batch = _batch(lengths, in_a_row, on_host)
-    forward_plan = choices.forward(batch, shape, bound)
-    forward = _forward_chunks(forward_plan, lengths)
-    if direction == "fwd":
-        return _cut(lengths, forward, direction)
-    saved = None
-    if forward is not None and shape[1] != WIDE:
-        saved = _saved_segments(batch, heads[0], shape, bound, forward_plan)
-    return _cut(lengths, _backward_chunks(batch, shape, bound, saved, forward, lengths), direction)
+    batch, chunks = _batch(lengths, in_a_row, on_host), _chunks(lengths)
+    forward = choices.forward(batch, shape, bound)
+    most = forward.cut(chunks)
+    if direction == "bwd":
+        most = _backward(batch, heads[0], shape, bound, forward, most, chunks)
+    return _cut(lengths, most, direction)
+
+
+def _backward(
+    batch: BatchLengths,
+    num_heads: int,
+    shape: Shape,
+    bound: float,
+    forward: Plan,
+    most: int | None,
+    chunks: Lengths,
+) -> int | None:
+    """Returns the most chunks of a segment of the backward; `most` is that of the forward."""
+    if shape[1] == WIDE:
+        return None
+    saved = None  # room of the segments that the forward keeps
+    if most is not None and choices.keeps(batch, num_heads, shape, bound, forward):
+        saved = forward.capacity(*batch.size)
+    backward = choices.backward(batch, shape, plan.gradient_bound(bound), True, saved)
+    return most if saved is not None and backward.has_segments else backward.cut(chunks)
 
 
 def _lengths(lengths: Any) -> tuple[int, ...]:
@@ -161,8 +176,8 @@ def _shape(heads: Any, head_dim: int, value_dim: int | None, sm_count: int | Non
 
 def _batch(lengths: tuple[int, ...], packed: bool, on_host: bool) -> BatchLengths:
     size, lengths_known = (len(lengths), sum(lengths)), packed and on_host
-    chunks = plan.sequence_chunks(*size, lengths if lengths_known else None)
-    in_order = tuple(plan.rounded(-(-n // CHUNK)) for n in lengths)
+    chunks = sequence_chunks(*size, lengths if lengths_known else None)
+    in_order = tuple(rounded(-(-n // CHUNK)) for n in lengths)
     return BatchLengths(
         chunks, size, lengths_known or not packed, (lambda: in_order) if lengths_known else None
     )
@@ -171,51 +186,6 @@ def _batch(lengths: tuple[int, ...], packed: bool, on_host: bool) -> BatchLength
 def _chunks(lengths: tuple[int, ...]) -> Lengths:
     """Returns pairs (chunks of a sequence, number of such sequences), ascending."""
     return tuple(sorted(Counter(-(-n // CHUNK) for n in lengths).items()))
-
-
-def _forward_chunks(forward_plan: Plan | Bands, lengths: tuple[int, ...]) -> int | None:
-    """Returns the most chunks of a segment, or None if nothing is cut."""
-    return (
-        bands.cut(forward_plan, _chunks(lengths))
-        if isinstance(forward_plan, Bands)
-        else forward_plan.segment_chunks
-    )
-
-
-def _saved_segments(
-    batch: BatchLengths, num_heads: int, shape: Shape, bound: float, forward_plan: Plan | Bands
-) -> int | None:
-    """Returns the capacity for segments that a training forward saves, or None if it saves none."""
-    several = isinstance(forward_plan, Bands) and bool(forward_plan.whole)
-    if several or not choices.keeps(batch, num_heads, shape, bound, forward_plan):
-        return None
-    num_sequences, num_tokens = batch.size
-    if isinstance(forward_plan, Bands):
-        return max(num_sequences, *(band.segments for band in forward_plan.bands))
-    assert forward_plan.segment_chunks is not None, "only a forward that cuts is asked"
-    return plan.capacity(num_tokens, num_sequences, forward_plan.segment_chunks)
-
-
-def _backward_chunks(
-    batch: BatchLengths,
-    shape: Shape,
-    bound: float,
-    saved: int | None,
-    forward: int | None,
-    lengths: tuple[int, ...],
-) -> int | None:
-    """Returns the most chunks of a segment of the backward; `forward` is that of the forward."""
-    if shape[1] == WIDE:
-        return None
-    backward = choices.backward(batch, shape, plan.gradient_bound(bound), True, saved)
-    if not isinstance(backward, GradientBands):
-        chunks_of_plan = backward.segment_chunks
-        return forward if saved is not None and chunks_of_plan else chunks_of_plan
-    if not backward.bands:
-        return None
-    chunks = _chunks(lengths)
-    most_segments = bands.row_of(backward.rows, chunks)[-1]
-    return bands.segment_chunks(chunks, most_segments) if most_segments else None
 
 
 def _cut(lengths: tuple[int, ...], most: int | None, direction: str) -> Cuts:

@@ -103,7 +103,7 @@ def keeping(op: str, enable_fwd_cp_cache: Any) -> bool | None:
     """Returns the argument enable_fwd_cp_cache as a bool, or None if it is None.
 
     True saves the segments of a forward for its backward. None saves them if the backward is
-    predicted to be faster (keeping.py). Raises ValueError for any other value; the error names
+    predicted to be faster (choices.py). Raises ValueError for any other value; the error names
     `op`.
     """
     if enable_fwd_cp_cache is None:

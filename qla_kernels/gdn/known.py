@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qla_kernels.gdn import dealing, durations, heuristics, keeping, plan
-from qla_kernels.gdn.heuristics import CHAIN_STEP, STEP
+from qla_kernels.gdn import choices, plan, times
 from qla_kernels.gdn.keywords import EXACT_BY_DEFAULT, INVARIANT_BY_DEFAULT
-from qla_kernels.gdn.plan import CUT_KERNELS, EXACT_LOG_BOUND, WARM_LOG_BOUND
+from qla_kernels.gdn.lengths import WAVES
+from qla_kernels.gdn.plan import EXACT_LOG_BOUND, WARM_LOG_BOUND
 from qla_kernels.gdn.shapes import KEY_ROOMS, SHARED_KEYS, WIDE
 from qla_kernels.runtime import device
 from qla_kernels.tile.constants import CHUNK
@@ -89,21 +89,21 @@ def _teach(native: Any) -> None:
 
 def constants() -> Iterator[float]:
     """Yields the numbers of the model of times in the order in which plans.c has them."""
-    d, h, p = durations, heuristics, plan
-    yield from (h.LAUNCH, h.START, h.SOLVE_START, h.SOLVE_STEP, p.CUT[False], p.CUT[True])
-    yield from (p.GROWTH, p.GAIN, p.GRADIENT_GAIN, p.KEPT_GAIN, p.SHARES_GAIN, p.LEAST_GAIN)
-    yield from (*p.UNCUT, p.QUIET, p.BUSY, p.LONG_LOG_BOUND)
-    yield from (d.MAP_START[False], d.MAP_START[True], d.GRADIENT_MAP_WAVE, d.LOOK, d.LOOK_STEP)
-    yield from (d.SHORT, d.AROUND_BACKWARD, d.MAP_CTAS[False], d.MAP_CTAS[True])
-    yield from (*d.MAP_STEP[False], *d.MAP_STEP[True], d.MAP_TILE, d.SCAN_STEP, d.GRADIENT_FOLD)
-    yield from (d.COLD_SHARE, d.FORGOTTEN)
-    yield from (time for width in CHAIN_STEP for time in d.PAIR_STEP[width])
-    yield from (d.NEXT_WAVE, d.LATER_WAVES, d.CHUNK_GRADS, d.SHARES, d.NEXT_ITEM, d.FEW_ITEMS)
-    yield from (d.SHARE_STEP, d.APART_STEP, d.FAR, d.HANDED, d.MOST_SHARED, dealing.DEALT_GAIN)
-    yield from (keeping.KEEPING_GAIN, keeping.KEEPING_SHARE, SHARED_KEYS, *_ROOMS, CHUNK)
-    yield from (*_BOUNDS, *map(plan.gradient_bound, _BOUNDS))
-    yield from (len(p.WAVES), *p.WAVES, *(math.nan,) * (16 - len(p.WAVES)))
-    yield from (kernel.tile_v for kernel in STEP)
-    yield from (kernel.solves for kernel in STEP)
-    yield from (kernel in CUT_KERNELS for kernel in STEP)
-    yield from (*STEP.values(), *CHAIN_STEP, *CHAIN_STEP.values())
+    t, p = times, plan
+    yield from (t.LAUNCH, t.START, t.SOLVE_START, t.SOLVE_STEP, t.CUT[False], t.CUT[True])
+    yield from (t.GROWTH, p.GAIN, p.GRADIENT_GAIN, p.KEPT_GAIN, p.SHARES_GAIN, p.LEAST_GAIN)
+    yield from (*t.UNCUT, t.QUIET, t.BUSY, p.LONG_LOG_BOUND)
+    yield from (t.MAP_START[False], t.MAP_START[True], t.GRADIENT_MAP_WAVE, t.LOOK, t.LOOK_STEP)
+    yield from (t.SHORT, t.AROUND_BACKWARD, t.MAP_CTAS[False], t.MAP_CTAS[True])
+    yield from (*t.MAP_STEP[False], *t.MAP_STEP[True], t.MAP_TILE, t.SCAN_STEP, t.GRADIENT_FOLD)
+    yield from (t.COLD_SHARE, t.FORGOTTEN)
+    yield from (time for width in t.CHAIN_STEP for time in t.PAIR_STEP[width])
+    yield from (t.NEXT_WAVE, t.LATER_WAVES, t.CHUNK_GRADS, t.SHARES, t.NEXT_ITEM, t.FEW_ITEMS)
+    yield from (t.SHARE_STEP, t.APART_STEP, t.FAR, t.HANDED, t.MOST_SHARED, p.DEALT_GAIN)
+    yield from (choices.KEEPING_GAIN, choices.KEEPING_SHARE, SHARED_KEYS, *_ROOMS, CHUNK)
+    yield from (*_BOUNDS, *map(p.gradient_bound, _BOUNDS))
+    yield from (len(WAVES), *WAVES, *(math.nan,) * (16 - len(WAVES)))
+    yield from (kernel.tile_v for kernel in t.STEP)
+    yield from (kernel.solves for kernel in t.STEP)
+    yield from (kernel in p.CUT_KERNELS for kernel in t.STEP)
+    yield from (*t.STEP.values(), *t.CHAIN_STEP, *t.CHAIN_STEP.values())

@@ -88,9 +88,10 @@ def test_head_sizes_and_groups(sizes, heads, dtype):
 @pytest.mark.parametrize(("tile_v", "solves"), [(64, True), (128, True), (128, False)])
 @pytest.mark.parametrize("tokens", [64, 1000, 20_000])
 def test_every_plan(tile_v, solves, tokens, monkeypatch):
-    from qla_kernels.gdn import heuristics, plan
+    from qla_kernels.gdn import plan
+    from qla_kernels.gdn.times import ForwardChoice
 
-    whole = plan.Plan(heuristics.ForwardChoice(tile_v, solves), None)
+    whole = plan.Plan(ForwardChoice(tile_v, solves))
     monkeypatch.setattr(plan, "forward", lambda *_: whole)
     x = mild(on_gpu([tokens, 65], heads=(2, 4)))
     check(x, *run(x))

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from qla_kernels import chunk_gated_delta_rule
-from qla_kernels.gdn import keeping
+from qla_kernels.gdn import choices
 from qla_kernels.gdn.launch.tensors import chunks_of
 from qla_kernels.gdn.plan import WARM_LOG_BOUND
 from qla_kernels.runtime import device
@@ -57,7 +57,8 @@ def is_kept(lengths: list[int], heads: tuple[int, int]) -> bool:
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     chunks = chunks_of(len(lengths), sum(lengths), bounds)
     sm_count = device.sm_count(torch.device("cuda"))
-    return keeping.keeps(chunks, *heads, 128, 128, sm_count, WARM_LOG_BOUND)
+    shape = heads[1], 128, 128, sm_count
+    return choices.is_worth_keeping(chunks, heads[0], shape, WARM_LOG_BOUND)
 
 
 @pytest.mark.parametrize(("lengths", "heads", "others"), KEPT + NOT_KEPT)

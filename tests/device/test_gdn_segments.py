@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from qla_kernels import chunk_gated_delta_rule
-from qla_kernels.gdn import bands
+from qla_kernels.gdn import bands, plan
 from qla_kernels.gdn.launch import chains as launch_chains
 from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.launch import segments
@@ -179,7 +179,7 @@ def test_a_graph_takes_the_path_of_lengths_that_the_device_alone_knows(heads):
     x = on_gpu(alike, heads=heads, padding=0)
     x["g"] *= torch.linspace(0, 0.1, heads[1], device=GPU)
     weights = torch.randn_like(x["v"]), torch.randn_like(x["initial_state"])
-    paths = bands.forward((8, sum(alike)), heads[1], 128, 128, 132)
+    paths = bands.forward((8, sum(alike)), (heads[1], 128, 128, 132))
 
     def both(**known: Tensor) -> list[Tensor]:
         inputs = leaves({**x, **known})
@@ -198,7 +198,7 @@ def test_a_graph_takes_the_path_of_lengths_that_the_device_alone_knows(heads):
     taken = set()
     ragged = [200, 10000, 6, 4000, 128, 8000, 2, 10432]
     for lengths in (alike, ragged, [30000, *[396] * 6, 392], alike):
-        taken.add(bands.row_of(paths.rows, sequence_chunks_of(lengths)))
+        taken.add(plan.band_of(paths.bands, sequence_chunks_of(lengths)))
         x["cu_seqlens"].copy_(torch.tensor([0, *lengths]).cumsum(0))
         for y in replayed:
             y.fill_(torch.nan)

@@ -7,8 +7,8 @@ from torch.nn.functional import normalize
 from qla_kernels import SharedLayout, chunk_gated_delta_rule
 from qla_kernels import shared_prefix_gated_delta_rule as rule
 from qla_kernels.gdn import plan as gdn_plan
-from qla_kernels.gdn.heuristics import ForwardChoice
 from qla_kernels.gdn.kernels import child_sums
+from qla_kernels.gdn.times import ForwardChoice
 from qla_kernels.hybrid import prepare_gated_delta_rule
 from qla_kernels.runtime import jit
 from tests import gdn_tree_check

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qla_kernels import chunk_gated_delta_rule
-from qla_kernels.gdn import api, wide_plan
+from qla_kernels.gdn import api, plan
 from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.launch import segments
 from qla_kernels.gdn.launch.tensors import chunk_table
@@ -38,12 +38,12 @@ def whole(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
     def run(function: Callable[..., Any], *given: Any) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(wide_plan, "WIDE_GAIN", 0.0)
+            patch.setattr(plan, "WIDE_GAIN", 0.0)
             patch.setenv("QLA_PROGRAMS", "0")
             programs.forget()  # so that it is read: to record a call, it is planned again
-            wide_plan.forward.cache_clear()
+            plan.forward.cache_clear()
             done = function(*given)
-        wide_plan.forward.cache_clear()
+        plan.forward.cache_clear()
         programs.forget()
         return done
 

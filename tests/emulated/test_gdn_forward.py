@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from qla_kernels.gdn import heuristics, plan
+from qla_kernels.gdn import plan
 from qla_kernels.gdn.launch import activations
+from qla_kernels.gdn.times import STEP, ForwardChoice
 from qla_kernels.lab.selftest.gdn_calls import small
 from qla_kernels.lab.selftest.gdn_forward import check, forward
 from qla_kernels.lab.selftest.gdn_inputs import gates, keys
@@ -39,13 +40,13 @@ def test_interleavings(seed, seeds):
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("kernel", heuristics.STEP, ids=str)
+@pytest.mark.parametrize("kernel", STEP, ids=str)
 def test_ctas_that_walk_from_item_to_item(kernel, monkeypatch):
     """Rings, tails and turns go on where the item before has left them."""
     x = small([70, 0, 1, 200, 128], heads=(1, 3))
-    monkeypatch.setattr(plan, "forward", lambda *_: plan.Plan(kernel, None))
+    monkeypatch.setattr(plan, "forward", lambda *_: plan.Plan(kernel))
     want = forward(x, is_train=True)
-    monkeypatch.setattr(heuristics, "ctas", lambda items, *_: 4)
+    monkeypatch.setattr(plan, "ctas", lambda items, *_: 4)
     done = forward(x, is_train=True)
     check(x, done.o, done.final_state)
     for name in ("o", "final_state", "g_cum", "A"):
@@ -56,7 +57,7 @@ def test_ctas_that_walk_from_item_to_item(kernel, monkeypatch):
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("most", [None, 1])
 def test_a_beta_of_16_bits_is_read_as_it_is(most, monkeypatch):
-    solving = plan.Plan(heuristics.ForwardChoice(64, True), most)
+    solving = plan.Plan(ForwardChoice(64, True), most)
     monkeypatch.setattr(plan, "forward", lambda *_: solving)
     x = small([100, 64])
     x["beta"] = x["beta"].bfloat16()

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from qla_kernels import fused_recurrent_gated_delta_rule
-from qla_kernels.gdn import heuristics, plan
+from qla_kernels.gdn import plan
 from qla_kernels.gdn.call import Incoming, SavedForward
 from qla_kernels.gdn.launch import backward as launch_backward
 from qla_kernels.gdn.launch import segments
+from qla_kernels.gdn.times import ForwardChoice
 from qla_kernels.lab.selftest import (
     gdn_anchored,
     gdn_backward,
@@ -55,7 +56,7 @@ def test_a_call(sizes, state_v_first):
 def test_sequences_that_are_cut(monkeypatch):
     x = small([300], sizes=(80, 192), heads=(1, 1), state_v_first=True)
     x["g"][:, :300] *= 0.01
-    cut = plan.Plan(heuristics.ForwardChoice(64, True), 2, -30.0)
+    cut = plan.Plan(ForwardChoice(64, True), 2, -30.0)
     monkeypatch.setattr(plan, "forward", lambda *_: cut)
     monkeypatch.setattr(plan, "kept_is_faster", lambda *_: True)
     flags = {"enable_fwd_cp_cache": True, "cu_seqlens_cpu": x["cu_seqlens"]}
@@ -109,7 +110,7 @@ def test_ranks_whose_sequences_are_cut(monkeypatch):
     x = call([2 * 100], heads=(1, 1), sizes=(80, 192), dtype=BF16, gates=torch.float32)
     del x["initial_state"]
     x["g"] *= 0.01
-    kernel = heuristics.ForwardChoice(64, True)
+    kernel = ForwardChoice(64, True)
     monkeypatch.setattr(plan, "forward", lambda *_, **__: plan.Plan(kernel, 1))
     monkeypatch.setattr(plan, "backward", lambda *_, **__: 1)
     do = torch.randn_like(x["v"])
@@ -125,7 +126,7 @@ def test_a_step_of_anchors():
 
 
 def test_a_pool_is_filled(monkeypatch):
-    whole = plan.Plan(heuristics.ForwardChoice(64, True), None)
+    whole = plan.Plan(ForwardChoice(64, True))
     monkeypatch.setattr(plan, "forward", lambda *_: whole)
     given = gdn_prefill.INPUTS[2]
     gdn_prefill.run(given, (112, 192), BF16, "cpu", torch.float32, torch.float32)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from qla_kernels import prefill_gated_delta_rule
-from qla_kernels.gdn import heuristics, plan
+from qla_kernels.gdn import plan
+from qla_kernels.gdn.times import ForwardChoice
 from qla_kernels.lab.selftest import gdn_prefill
 from qla_kernels.lab.selftest.gdn_calls import small
 from qla_kernels.lab.selftest.gdn_prefill import in_pool, kept
@@ -12,7 +13,7 @@ from qla_kernels.runtime import jit
 
 pytestmark = pytest.mark.usefixtures("seeds", "poison", "by_kernels")
 
-CUT = plan.Plan(heuristics.ForwardChoice(64, True), 1)
+CUT = plan.Plan(ForwardChoice(64, True), 1)
 
 
 @pytest.mark.parametrize("given", gdn_prefill.INPUTS[2:], ids=range(2, len(gdn_prefill.INPUTS)))
@@ -27,14 +28,14 @@ def test_segments(given, pool, monkeypatch):
 def test_zeros_in_shared_memory_name_no_checkpoint(kernel, seeds, monkeypatch):
     """A call without checkpoints has a sequence without tokens, and the pool has a slot 0."""
     seeds["seed"] = 1  # the emulator fills shared memory with zeros
-    whole = plan.Plan(heuristics.ForwardChoice(*kernel), None)
+    whole = plan.Plan(ForwardChoice(*kernel))
     monkeypatch.setattr(plan, "forward", lambda *_: whole)
     given = gdn_prefill.INPUTS[1]
     gdn_prefill.run(given, (128, 128), torch.bfloat16, "cpu", torch.float32, torch.float32)
 
 
 def test_a_dense_batch_and_one_that_does_not_flatten(monkeypatch):
-    whole = plan.Plan(heuristics.ForwardChoice(64, True), None)
+    whole = plan.Plan(ForwardChoice(64, True))
     monkeypatch.setattr(plan, "forward", lambda *_: whole)
     for turned in (False, True):
         x = in_pool(small(None, sizes=(128, 64), batch=2, tokens=70), [3, 1], 5, [3, -1])
@@ -47,7 +48,7 @@ def test_a_dense_batch_and_one_that_does_not_flatten(monkeypatch):
 
 def test_wrong_slots_name_none(monkeypatch):
     """On a GPU nobody reads them: what is not in the pool is not touched."""
-    whole = plan.Plan(heuristics.ForwardChoice(64, True), None)
+    whole = plan.Plan(ForwardChoice(64, True))
     monkeypatch.setattr(plan, "forward", lambda *_: whole)
     x = in_pool(small([64, 3], sizes=(128, 64)), [9, -(1 << 31)], 5, [1 << 30, 5])
     before = {n: t.clone() for n, t in x.items()}
@@ -90,7 +91,7 @@ def test_a_call_is_one_launch(monkeypatch):
     monkeypatch.setattr(
         jit, "compile", lambda module, variant: launched.append(1) or compile(module, variant)
     )
-    whole = plan.Plan(heuristics.ForwardChoice(64, True), None)
+    whole = plan.Plan(ForwardChoice(64, True))
     monkeypatch.setattr(plan, "forward", lambda *_: whole)
     prefill_gated_delta_rule(**in_pool(small([64, 3], sizes=(128, 64)), [1, 2], 5))
     assert len(launched) == 1

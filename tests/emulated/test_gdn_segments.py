@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from qla_kernels.gdn import bands
-from qla_kernels.gdn.bands import Band, Bands
+from qla_kernels.gdn.bands import banded
 from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.launch import segments
+from qla_kernels.gdn.lengths import device_spacing
 from qla_kernels.gdn.plan import EXACT_LOG_BOUND, WARM_LOG_BOUND, Plan
 from qla_kernels.lab.selftest.gdn_segment_plan import sequence_chunks_of
 from qla_kernels.lab.selftest.gdn_segments import (
@@ -232,11 +232,8 @@ def test_one_path_has_the_tokens_and_the_others_write_nothing(lengths, taken, h0
     first, second = (SOLVING, GIVEN) if taken == "segments" else (GIVEN, SOLVING)
     segments_of = {GIVEN: 6, SOLVING: 0}
     rows = ((0, first), (longest, second), (longest + other, first))
-    found = Bands(
-        tuple(Band(least, kernel, segments_of[kernel]) for least, kernel in rows),
-        GIVEN,
-        WARM_LOG_BOUND,
-    )
+    by_length = {least: (kernel, segments_of[kernel]) for least, kernel in rows}
+    found = banded(by_length, GIVEN, WARM_LOG_BOUND)
 
     def outputs() -> launch.Outputs:
         final = x.g.new_empty(len(lengths), x.v.shape[2], 128, 128)
@@ -246,7 +243,7 @@ def test_one_path_has_the_tokens_and_the_others_write_nothing(lengths, taken, h0
     got, want, scale = outputs(), outputs(), 128**-0.5
     given = launch.FlatBatch(x.q, x.k, x.v, x.g, x.beta, x.h0, x.cu_seqlens)
     kept = launch.forward_by_length(given, scale, found, got, saves=True)
-    most = bands.segment_chunks(sequence_chunks_of(lengths), 6)
+    most = device_spacing(sequence_chunks_of(lengths), 6)
     alone = Plan(GIVEN, most, WARM_LOG_BOUND) if taken == "segments" else Plan(SOLVING, None)
     launch.forward_batch(given, scale, alone, want)
     assert kept is None

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qla_kernels.gdn import heuristics, plan
+from qla_kernels.gdn import plan
 from qla_kernels.gdn.plan import WARM_LOG_BOUND, Plan
 from qla_kernels.gdn.sharded import exchange
 from qla_kernels.gdn.sharded import launch as launch_shards
 from qla_kernels.gdn.sharded.ops import ShardPlace
+from qla_kernels.gdn.times import ForwardChoice
 from qla_kernels.lab.selftest.gdn_backward import check as check_gradients
 from qla_kernels.lab.selftest.gdn_forward import check as check_output
 from tests.gdn_calls import call, records
@@ -18,7 +19,7 @@ from tests.gdn_shards_check import run
 
 pytestmark = [pytest.mark.usefixtures("seeds"), pytest.mark.usefixtures("poison")]
 
-GIVEN, SOLVING = heuristics.ForwardChoice(128, False), heuristics.ForwardChoice(64, True)
+GIVEN, SOLVING = ForwardChoice(128, False), ForwardChoice(64, True)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import qla_kernels.tile.language as T
-from qla_kernels.gdn import bands, heuristics, plan
-from qla_kernels.gdn.bands import Band, Bands
+from qla_kernels.gdn import bands, plan
 from qla_kernels.gdn.kernels import fused_fwd
 from qla_kernels.gdn.kernels.chain import forward as chain_forward
+from qla_kernels.gdn.times import ForwardChoice
 from qla_kernels.lab.emulator import EmulatedKernel
 from qla_kernels.lab.selftest.gdn_calls import small
 from qla_kernels.lab.selftest.gdn_forward import check, check_saved, forward
@@ -100,11 +100,11 @@ def test_a_beta_of_16_bits_and_raw_gates():
     assert_same_bits(x, want, got)
 
 
-SEGMENTS = heuristics.ForwardChoice(64, True)
+SEGMENTS = ForwardChoice(64, True)
 BY_LENGTH = {  # two value heads: at most two chunks of a longest sequence are cut, or items whole
     "one path": SHARED._replace(most_cut=2),
-    "shares, or segments from 4 chunks on": Bands(
-        (Band(0, KERNEL), Band(4, SEGMENTS, 6)), SEGMENTS, -12.0, most_cut=2
+    "shares, or segments from 4 chunks on": bands.banded(
+        {0: (KERNEL, 0), 4: (SEGMENTS, 6)}, SEGMENTS, -12.0, most_cut=2
     ),
 }
 

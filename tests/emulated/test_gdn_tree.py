@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from qla_kernels.gdn import plan as gdn_plan
-from qla_kernels.gdn.heuristics import ForwardChoice
 from qla_kernels.gdn.kernels import child_sums
+from qla_kernels.gdn.times import ForwardChoice
 from qla_kernels.gdn.tree import launch
 from qla_kernels.gdn.tree.ops import IncomingTree, SavedTree
 from qla_kernels.runtime import jit
@@ -85,7 +85,7 @@ def test_a_tree_of_roots_is_a_packed_batch(monkeypatch):
     from qla_kernels.gdn.call import Incoming, Options, SavedForward
     from qla_kernels.gdn.launch import forward
 
-    plan = gdn_plan.Plan(ForwardChoice(64, True), None)
+    plan = gdn_plan.Plan(ForwardChoice(64, True))
     monkeypatch.setattr(gdn_plan, "tree", lambda *_: plan.kernel)
     monkeypatch.setattr(gdn_plan, "forward", lambda *_: plan)
     x = tree_case(KERNEL_FORESTS["no tree"], BF16)

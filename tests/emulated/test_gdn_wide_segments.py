@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from qla_kernels.gdn.heuristics import ForwardChoice
 from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.plan import EXACT_LOG_BOUND, WARM_LOG_BOUND, Plan
+from qla_kernels.gdn.times import ForwardChoice
 from qla_kernels.lab.selftest.gdn_calls import small
 from qla_kernels.lab.selftest.gdn_forward import check, forward
 from qla_kernels.lab.selftest.gdn_segments import NEVER, batch, check_starts

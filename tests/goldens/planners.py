@@ -12,9 +12,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from qla_kernels.gdn import bands, choices, cuts, dealing, keeping, plan, wide_plan
+from qla_kernels.gdn import bands, choices, cuts, plan
 from qla_kernels.gdn.choices import BatchLengths
-from qla_kernels.gdn.durations import Lengths
+from qla_kernels.gdn.lengths import Lengths, rounded, sequence_chunks
+from qla_kernels.gdn.plan import Plan
+from qla_kernels.gdn.shapes import WIDE
 from qla_kernels.tile.constants import CHUNK
 from tests.goldens.store import Texts, chosen, printed
 from tests.native.plans import HEADS, SIZES, lengths_of
@@ -25,13 +27,28 @@ BOUNDS = plan.WARM_LOG_BOUND, plan.EXACT_LOG_BOUND, -3.0, -30.0
 
 def plain(x: Any) -> str:
     """Returns numbers without the names of classes and fields."""
-    if isinstance(x, bands.Bands | bands.GradientBands):
-        return plain(tuple(vars(x)[name] for name in x.__dataclass_fields__))
     if isinstance(x, tuple):
         return f"({' '.join(map(plain, x))})"
     if isinstance(x, bool) or x is None:
         return {True: "yes", False: "no", None: "-"}[x]
     return f"{x:.9g}" if isinstance(x, float) else str(x)
+
+
+def of_forward(x: Plan) -> tuple[object, ...]:
+    """What a plan says of a forward: one path, or the kernels and segments of its bands."""
+    if not x.bands:
+        return x[:5]
+    paths = x.kernel, *x.whole
+    rows = tuple((least, paths[path], segments) for least, path, segments in x.bands)
+    return rows, x.kernel if x.has_segments else None, x.warm_log_bound, x.most_cut
+
+
+def of_backward(x: Plan) -> tuple[object, ...]:
+    return x.segment_chunks, x.kernel.tile_v
+
+
+def of_backward_bands(x: Plan) -> tuple[object, ...]:
+    return x.kernel.tile_v, tuple((least, segments) for least, _, segments in x.bands)
 
 
 class Batch:
@@ -44,7 +61,7 @@ class Batch:
         self.most, self.wide_V = rng.randint(1, 64), rng.choice((128, 256, 512))
         self.shape = self.HV, self.K, self.V, self.sms
         self.size, self.chunks = (len(self.lengths), sum(self.lengths)), chunks_of(self.lengths)
-        self.in_order = tuple(plan.rounded(-(-n // CHUNK)) for n in self.lengths)
+        self.in_order = tuple(rounded(-(-n // CHUNK)) for n in self.lengths)
         self.gradient = plan.gradient_bound(self.bound)
 
     def __str__(self) -> str:
@@ -54,46 +71,51 @@ class Batch:
 
 
 def chunks_of(lengths: Sequence[int]) -> Lengths:
-    return plan.sequence_chunks(len(lengths), sum(lengths), lengths)
+    return sequence_chunks(len(lengths), sum(lengths), lengths)
 
 
 def forward(x: Batch) -> Iterator[object]:
     """Of known lengths: as a call plans it, in its order, without shares, between ranks."""
-    made = plan.forward(x.chunks, *x.shape, x.bound)
-    yield made
-    yield dealing.in_order(made, x.in_order, *x.shape)
-    yield plan.forward(x.chunks, *x.shape, x.bound, False, False)
-    yield plan.forward(x.chunks, *x.shape, x.bound, True)
+    made = plan.forward(x.chunks, x.shape, x.bound)
     known = BatchLengths(x.chunks, x.size, True, lambda: x.in_order)
-    yield choices.forward(known, x.shape, x.bound)
+    yield from map(
+        of_forward,
+        (
+            made,
+            plan.in_order(made, x.in_order, x.shape),
+            plan.forward(x.chunks, x.shape, x.bound, False, False),
+            plan.forward(x.chunks, x.shape, x.bound, True),
+            choices.forward(known, x.shape, x.bound),
+        ),
+    )
 
 
 def backward(x: Batch) -> Iterator[object]:
     """Likewise; between ranks, invariant to the batch, and with a forward's segments."""
-    yield keeping.keeps(x.chunks, x.H, *x.shape, x.bound)
-    yield plan.chains(x.chunks, *x.shape, x.gradient)
-    yield plan.backward(x.chunks, *x.shape, x.gradient, True)
-    yield plan.chains(x.chunks, *x.shape, x.gradient, False)
-    yield plan.kept_chains(x.chunks, x.HV, x.V, x.sms, x.most, x.gradient)
-    yield plan.kept_chains(x.chunks, x.HV, x.V, x.sms, x.most, x.gradient, False)
+    yield choices.is_worth_keeping(x.chunks, x.H, x.shape, x.bound)
+    yield of_backward(plan.chains(x.chunks, x.shape, x.gradient))
+    yield plan.backward(x.chunks, x.shape, x.gradient, True)
+    yield of_backward(plan.chains(x.chunks, x.shape, x.gradient, False))
+    yield of_backward(plan.chains(x.chunks, x.shape, x.gradient, True, x.most))
+    yield of_backward(plan.chains(x.chunks, x.shape, x.gradient, False, x.most))
 
 
 def wide_and_tree(x: Batch) -> Iterator[object]:
-    yield wide_plan.forward(x.chunks, x.HV, x.wide_V, x.sms, x.bound)
+    yield of_forward(plan.forward(x.chunks, (x.HV, WIDE, x.wide_V, x.sms), x.bound))
     half = len(x.lengths) // 2
     levels = chunks_of(x.lengths[:half]), chunks_of(x.lengths[half:])
-    yield plan.tree(levels, x.HV, x.V, x.sms)
+    yield plan.tree(levels, x.shape)
 
 
 def of_bands(x: Batch) -> Iterator[object]:
     """Of lengths that the device alone knows; the last one's states are in a pool."""
-    yield bands.forward(x.size, *x.shape, x.bound)
-    yield bands.backward(x.size, *x.shape, x.gradient)
-    yield keeping.keeps_by_length(x.size, x.H, *x.shape, x.bound)
-    unknown = BatchLengths(plan.sequence_chunks(*x.size), x.size, False)
-    yield choices.forward(unknown, x.shape, x.bound)
-    yield choices.backward(unknown, x.shape, x.gradient)
-    yield choices.forward(unknown, x.shape, x.bound, True)
+    yield of_forward(bands.forward(x.size, x.shape, x.bound))
+    yield of_backward_bands(bands.backward(x.size, x.shape, x.gradient))
+    yield choices.is_worth_keeping((), x.H, x.shape, x.bound, x.size)
+    unknown = BatchLengths(sequence_chunks(*x.size), x.size, False)
+    yield of_forward(choices.forward(unknown, x.shape, x.bound))
+    yield of_backward_bands(choices.backward(unknown, x.shape, x.gradient))
+    yield of_forward(choices.forward(unknown, x.shape, x.bound, True))
 
 
 def of_cuts(x: Batch) -> Iterator[object]:

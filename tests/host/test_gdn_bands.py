@@ -8,11 +8,13 @@ from functools import partial
 import pytest
 import torch
 
-from qla_kernels.gdn import bands, durations, heuristics, paths, plan
+from qla_kernels.gdn import bands, plan, times
+from qla_kernels.gdn import lengths as of_lengths
 from qla_kernels.gdn.call import Call, Options
-from qla_kernels.gdn.durations import Lengths
 from qla_kernels.gdn.launch import forward as launch
+from qla_kernels.gdn.lengths import Lengths, cut_lengths, num_segments, sequence_chunks
 from qla_kernels.gdn.plan import EXACT_LOG_BOUND, WARM_LOG_BOUND, Plan
+from qla_kernels.gdn.times import SHARING, whole_time
 from qla_kernels.runtime import device
 from qla_kernels.tile.constants import CHUNK
 
@@ -31,32 +33,39 @@ def broken(count: int, seed: int, tokens: int = 32768) -> list[int]:
     return [b - a for a, b in zip([0, *cuts], [*cuts, tokens], strict=True)]
 
 
-def forward(lengths: list[int], heads: int, **options) -> bands.Bands:
-    return bands.forward((len(lengths), sum(lengths)), heads, 128, 128, SMS, **options)
+def shape(heads: int) -> tuple[int, int, int, int]:
+    return heads, 128, 128, SMS
+
+
+def forward(lengths: list[int], heads: int, **options) -> Plan:
+    return bands.forward((len(lengths), sum(lengths)), shape(heads), **options)
+
+
+def kernel_of(found: Plan, band: plan.Band) -> times.ForwardChoice:
+    return (found.kernel, *found.whole)[band.path]
 
 
 def time_of(chosen: Plan, lengths: list[int], heads: int) -> float:
-    time = plan.forward_time(chosen, sequences(lengths), heads, 128, 128, SMS)
-    return plan.whole_time(time) if chosen.segment_chunks is None else time
+    time = plan.forward_time(chosen, sequences(lengths), shape(heads))
+    return whole_time(time) if chosen.segment_chunks is None else time
 
 
-def taken_time(found: bands.Bands, lengths: list[int], heads: int) -> float:
+def taken_time(found: Plan, lengths: list[int], heads: int) -> float:
     """Returns the model's time of the path that is taken, without what the others take."""
     chunks = sequences(lengths)
-    band = found.bands[found.rows.index(bands.row_of(found.rows, chunks))]
-    if band.kernel == heuristics.SHARING and found.most_cut is not None:
-        shared = plan.whole_time(durations.shares(chunks, heads, 128, 128, SMS))
+    kernel = kernel_of(found, plan.band_of(found.bands, chunks))
+    if kernel == SHARING and found.most_cut is not None:
+        shared = whole_time(times.shares(chunks, shape(heads)))
         if max(n for n, _ in chunks) <= found.most_cut:  # as share_table decides
             return shared
-        return time_of(Plan(band.kernel, None), lengths, heads) + paths.TABLES_TIME
-    most = bands.segment_chunks(chunks, band.segments) if band.segments else None
-    return time_of(Plan(band.kernel, most, found.warm_log_bound), lengths, heads)
+        return time_of(Plan(kernel), lengths, heads) + bands.TABLES_TIME
+    return time_of(Plan(kernel, found.cut(chunks), found.warm_log_bound), lengths, heads)
 
 
 def known_time(lengths: list[int], heads: int) -> float:
-    known = plan.forward(plan.sequence_chunks(0, 0, lengths), heads, 128, 128, SMS)
+    known = plan.forward(sequence_chunks(0, 0, lengths), shape(heads))
     if known.shares:
-        return plan.whole_time(durations.shares(sequences(lengths), heads, 128, 128, SMS))
+        return whole_time(times.shares(sequences(lengths), shape(heads)))
     return time_of(known, lengths, heads)
 
 
@@ -72,22 +81,24 @@ def test_sequences_are_cut_as_finely_as_the_number_of_segments_allows(most_segme
         count = draw.randrange(1, 40)
         lengths = [draw.choice([0, 1, 64, 65, draw.randrange(65536)]) for _ in range(count)]
         chunks = sequences(lengths)
-        most = bands.segment_chunks(chunks, most_segments)
-        pieces = plan.num_segments(chunks, most)
+        most = of_lengths.device_spacing(chunks, most_segments)
+        pieces = num_segments(chunks, most)
         if count > most_segments:
             assert pieces == count
         else:
-            assert most == plan.spacing(chunks, most_segments)
+            assert most == of_lengths.spacing(chunks, most_segments)
             assert pieces <= most_segments
-            assert most == 1 or plan.num_segments(chunks, most - 1) > most_segments
+            assert most == 1 or num_segments(chunks, most - 1) > most_segments
 
 
 def test_a_sequence_of_very_many_chunks_is_cut_nearly_as_finely():
     chunks = ((20_001, 1), (5, 3))
     for most_segments in (5, 16, 130):
-        most, least = (f(chunks, most_segments) for f in (bands.segment_chunks, plan.spacing))
+        most, least = (
+            f(chunks, most_segments) for f in (of_lengths.device_spacing, of_lengths.spacing)
+        )
         assert least <= most <= least + 20_001 / 1024 + 2
-        assert plan.num_segments(chunks, most) <= most_segments
+        assert num_segments(chunks, most) <= most_segments
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -98,19 +109,21 @@ def test_bands_are_a_table_that_segment_plan_can_read(lengths, heads, bound):
     least = [band.least for band in found.bands]
     assert least == sorted({*least})
     assert least[0] == 0
-    paths = [path for _, path, _ in found.rows]
+    paths = [band.path for band in found.bands]
     assert len({*paths}) <= bands.MOST_PATHS
     assert {*paths} - {0} == {*range(1, len(found.whole) + 1)}
-    for (_, path, segments), band in zip(found.rows, found.bands, strict=True):
-        assert (path == 0) == (band.kernel == found.segmented)
-        assert path == 0 or (segments == 0 and band.kernel.solves)
+    assert found.has_segments == (0 in paths)
+    for band in found.bands:
+        assert band.path == 0 or (band.segments == 0 and kernel_of(found, band).solves)
     assert found.warm_log_bound in (bound, float("-inf"))
 
 
 def test_batches_of_about_the_same_size_share_their_bands():
-    shape = 16, 128, 128, SMS
-    assert bands.forward((17, 272_000), *shape) is bands.forward((18, 272_900), *shape)
-    assert bands.forward((17, 272_000), *shape) != bands.forward((4, 272_000), *shape)
+    one, alike, other = (
+        bands.forward(batch, shape(16)) for batch in ((17, 272_000), (18, 272_900), (4, 272_000))
+    )
+    assert one is alike
+    assert one != other
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -118,7 +131,7 @@ def test_short_sequences_have_one_path_and_need_no_table(heads):
     """Another launch would take more than the 8 % that unknown lengths may cost."""
     found = forward([1024] * 8, heads)
     assert len(found.bands) == 1
-    assert found.segmented is None
+    assert not found.has_segments
     assert over_known([1024] * 8, heads) == 1
 
 
@@ -141,8 +154,8 @@ def test_random_lengths_take_about_as_long_as_known_ones(count, heads):
 def test_a_long_sequence_among_short_ones_is_cut_or_has_narrow_columns(heads):
     """As if all were equally long it would take 1.5 to 5 times as long."""
     lengths = [16384, *[2340] * 7]
-    alike = plan.forward(plan.sequence_chunks(8, sum(lengths)), heads, 128, 128, SMS)
-    known = plan.forward(plan.sequence_chunks(0, 0, lengths), heads, 128, 128, SMS)
+    alike = plan.forward(sequence_chunks(8, sum(lengths)), shape(heads))
+    known = plan.forward(sequence_chunks(0, 0, lengths), shape(heads))
     assert time_of(alike, lengths, heads) > 1.4 * time_of(known, lengths, heads)
     assert over_known(lengths, heads) < 1.1
 
@@ -155,9 +168,9 @@ FULL = [(48, 8, 1024), (48, 16, 2048), (64, 4, 8192), (32, 8, 8192), (64, 8, 409
 ONE_WAVE = [(32, 4, 8192), (24, 4, 8192), (48, 1, 32768), (64, 2, 16384), (8, 16, 2048)]
 
 
-def without_shares(heads: int, num_sequences: int, tokens: int) -> bands.Bands:
-    rounded = bands._rounded(num_sequences, tokens)
-    return bands._forward(*rounded, (heads, 128, 128, SMS), WARM_LOG_BOUND, False)
+def without_shares(heads: int, num_sequences: int, tokens: int) -> Plan:
+    rounded = bands.rounded_size(num_sequences, tokens)
+    return bands._forward(*rounded, shape(heads), WARM_LOG_BOUND, False)
 
 
 @pytest.mark.parametrize(("heads", "count", "tokens"), SHARED)
@@ -184,7 +197,7 @@ def test_other_batches_have_the_bands_that_they_had_without_shares(heads, count,
 def test_rounding_gives_no_shares_to_items_that_fit_a_wave():
     """31 sequences count as 32, whose 128 items do not fit 126 SMs."""
     for count, shares in ((31, False), (32, True)):
-        found = bands.forward((count, count * 8192), 4, 128, 128, 126)
+        found = bands.forward((count, count * 8192), (4, 128, 128, 126))
         assert (found.most_cut is not None) == shares
 
 
@@ -194,46 +207,41 @@ def test_a_longer_sequence_among_them_loses_no_more_than_a_table(heads, count, t
     total = count * tokens
     new, old = forward([tokens] * count, heads), without_shares(heads, count, total)
 
-    def whole_time(found: bands.Bands, lengths: list[int]) -> float:
-        chunks, rows = sequences(lengths), found.rows
-        taken = found.bands[rows.index(bands.row_of(rows, chunks))].kernel
+    def with_idle(found: Plan, lengths: list[int]) -> float:
+        taken = plan.band_of(found.bands, sequences(lengths)).path
         idle = 0.0
-        for kernel in (*found.whole, *([found.segmented] if found.segmented else [])):
-            launches = paths.IDLE_SEGMENTS if kernel == found.segmented else paths.IDLE_WHOLE
-            table = paths.IDLE_TABLE * (kernel == heuristics.SHARING and found.most_cut is not None)
-            ctas = count * heads * 128 // kernel.tile_v / SMS
-            idle += (launches + table + paths.IDLE_CTA * ctas) * (kernel != taken)
-        tables = paths.TABLES_TIME * (idle > 0 and taken != found.segmented)
+        for path in {band.path for band in found.bands} - {taken}:
+            kernel = kernel_of(found, plan.Band(0, path))
+            launches = bands.IDLE_WHOLE if path else bands.IDLE_SEGMENTS
+            table = bands.IDLE_TABLE * (kernel == SHARING and found.most_cut is not None)
+            idle += launches + table + bands.IDLE_CTA * (count * heads * 128 // kernel.tile_v / SMS)
+        tables = bands.TABLES_TIME * (idle > 0 and taken > 0)
         return taken_time(found, lengths, heads) + idle + tables
 
     for longest in range(tokens, total + 1, max(CHUNK, total // 40 // CHUNK * CHUNK)):
         lengths = [longest, *[(total - longest) // (count - 1)] * (count - 1)]
-        assert whole_time(new, lengths) <= 1.02 * whole_time(old, lengths), longest
+        assert with_idle(new, lengths) <= 1.02 * with_idle(old, lengths), longest
 
 
 def backward_time(lengths: list[int], width: int, most: int | None, heads: int) -> float:
-    chunks, shape = sequences(lengths), (heads, 128, SMS)
-    rest = durations.chunk_grads(durations.total(chunks), heads, SMS)
+    chunks = sequences(lengths)
+    rest = times.chunk_grads(of_lengths.total(chunks), shape(heads))
     if most is None:
-        return rest + durations.chains_of_width(chunks, width, *shape)
-    both = chunks, plan.cut_lengths(chunks, most)
-    maps = durations.maps(*both, heads, 128, *shape[1:], WARM_LOG_BOUND, False, True)
-    return rest + maps + durations.gradient_pieces(*both, *shape, WARM_LOG_BOUND, width)
+        return rest + times.chains_of_width(chunks, width, shape(heads))
+    both = chunks, cut_lengths(chunks, most), shape(heads), WARM_LOG_BOUND
+    return rest + times.maps(*both, False, True) + times.gradient_pieces(*both, width)
 
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("lengths", [*ROWS, *(broken(n, 3) for n in (8, 16, 64))], ids=str)
 def test_a_backward_of_unknown_lengths(lengths, heads):
     """It has one path, which may be 128 columns where 64 were faster, or the other way round."""
-    found = bands.backward((len(lengths), sum(lengths)), heads, 128, 128, SMS)
-    chunks, batch = sequences(lengths), plan.sequence_chunks(0, 0, lengths)
-    segments = bands.row_of(found.rows, chunks)[2] if found.bands else 0
-    most = bands.segment_chunks(chunks, segments) if segments else None
-    known = plan.backward(batch, heads, 128, 128, SMS)
-    pieces = batch if known is None else plan.cut_lengths(batch, known)
-    width, _ = durations.both_chains(pieces, heads, 128, SMS)
-    taken = backward_time(lengths, found.tile_v, most, heads)
-    assert taken <= 1.2 * backward_time(lengths, width, known, heads)
+    found = bands.backward((len(lengths), sum(lengths)), shape(heads))
+    batch = sequence_chunks(0, 0, lengths)
+    known = plan.chains(batch, shape(heads))
+    taken = backward_time(lengths, found.kernel.tile_v, found.cut(sequences(lengths)), heads)
+    least = backward_time(lengths, known.kernel.tile_v, known.segment_chunks, heads)
+    assert taken <= 1.2 * least
 
 
 def test_only_lengths_that_the_host_does_not_know_are_planned_in_bands(monkeypatch):
@@ -246,9 +254,9 @@ def test_only_lengths_that_the_host_does_not_know_are_planned_in_bands(monkeypat
     packed = dense._replace(cu_seqlens=ends.to("meta"))
     known = packed._replace(cu_seqlens_cpu=ends)
     assert launch.planned(packed, Options()) == (forward(lengths, 8), False)
-    alike = plan.forward(plan.sequence_chunks(0, 0, lengths), 8, 128, 128, SMS)
+    alike = plan.forward(sequence_chunks(0, 0, lengths), shape(8))
     assert launch.planned(known, Options()) == (alike, True)
-    assert isinstance(launch.planned(dense, Options())[0], Plan)
+    assert not launch.planned(dense, Options())[0].bands
     for call in (packed, known, dense):
         chosen, _ = launch.planned(call, Options(auto_cp=False))
-        assert chosen == Plan(heuristics.BATCH_INVARIANT, None)
+        assert chosen == Plan(plan.BATCH_INVARIANT)

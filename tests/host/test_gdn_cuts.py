@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from qla_kernels import Unsupported
-from qla_kernels.gdn import bands, keywords, plan, segments_of
-from qla_kernels.gdn.bands import Bands
+from qla_kernels.gdn import keywords, segments_of
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.launch import forward, states
 from qla_kernels.gdn.launch.states import BackwardBatch
+from qla_kernels.gdn.lengths import device_spacing
+from qla_kernels.gdn.plan import band_of
 from qla_kernels.runtime import device
 from qla_kernels.tile.constants import CHUNK
 
@@ -53,8 +54,8 @@ def counted(lengths, most):
 
 def in_bands(rows, lengths):
     chunks = tuple((-(n // -CHUNK), 1) for n in lengths)
-    room = bands.row_of(rows, chunks)[-1]
-    return bands.segment_chunks(chunks, room) if room else None
+    room = band_of(rows, chunks)[-1]
+    return device_spacing(chunks, room) if room else None
 
 
 def launched(lengths, heads, sizes, direction, packed, on_host, bound, monkeypatch):
@@ -62,17 +63,12 @@ def launched(lengths, heads, sizes, direction, packed, on_host, bound, monkeypat
     call = call_of(lengths, heads, sizes, packed, on_host)
     options = Options(is_train=True, warm_log_bound=bound, enable_fwd_cp_cache=None)
     found, _ = forward.planned(call, options)
-    several = isinstance(found, Bands)
-    most = in_bands(found.rows, lengths) if several else found.segment_chunks
+    most = in_bands(found.bands, lengths) if found.bands else found.segment_chunks
     if direction == "fwd":
         return counted(lengths, most)
     cache, K = [], sizes[0]
-    cut = bool(found.segmented and not found.whole) if several else most is not None
-    if cut and K != 256 and forward._keeps(call, options, found):
-        room = plan.capacity(sum(lengths), len(lengths), most) if not several else max(
-            len(lengths), *(band.segments for band in found.bands)
-        )  # fmt: skip
-        cache = [meta(room + 1)] * 8
+    if found.has_segments and not found.whole and K != 256 and forward._keeps(call, options, found):
+        cache = [meta(found.capacity(len(lengths), sum(lengths)) + 1)] * 8
     v = call.v
     x: Any = BackwardBatch(
         *(call.q, call.k, v, v, call.g, call.beta, call.beta, 1.0),
@@ -87,7 +83,7 @@ def launched(lengths, heads, sizes, direction, packed, on_host, bound, monkeypat
 
     monkeypatch.setattr(states, "chains", says(lambda *_: None))
     monkeypatch.setattr(states, "value_chains", says(lambda *_: None))
-    own = says(lambda g, ends, most, bands=None: most if bands is None else ("bands", bands))
+    own = says(lambda g, ends, most, bands: ("bands", bands) if bands else most)
     monkeypatch.setattr(states.segments, "cut", own)
     monkeypatch.setattr(states, "segmented_chains", says(lambda *_: ("kept",)))
     known = not packed or on_host

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qla_kernels.gdn import heuristics, refusal, shapes
+from qla_kernels.gdn import refusal, shapes, times
 from qla_kernels.gdn.decode.validate import recurrent_refusal
 from qla_kernels.gdn.prefill.api import prefill_refusal
 from qla_kernels.integrations import fla
@@ -92,7 +92,7 @@ def test_every_size_has_variants():
     assert wide == {*chains, *cuts, "recurrent", "verify"}
     for V in VALUES:
         assert V % shapes.part_columns(V) == 0
-        assert any(V % choice.tile_v == 0 for choice in heuristics.STEP)
+        assert any(V % choice.tile_v == 0 for choice in times.STEP)
 
 
 def runs(kernel: jit.Kernel, K: int, V: int) -> bool:

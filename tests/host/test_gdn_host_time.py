@@ -6,7 +6,7 @@ import torch
 from qla_kernels.gdn.kernels import kkt_solve
 from qla_kernels.gdn.launch import chunks as launch
 from qla_kernels.gdn.launch import tensors
-from qla_kernels.gdn.plan import sequence_chunks
+from qla_kernels.gdn.lengths import sequence_chunks
 
 
 def test_a_schedule_is_made_once(monkeypatch):

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from qla_kernels import chunk_gated_delta_rule, chunk_gated_delta_rule_fwd
-from qla_kernels.gdn import bands, keeping, plan
+from qla_kernels.gdn import bands, choices, plan
 from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
 from qla_kernels.gdn.launch import forward as launch
+from qla_kernels.gdn.lengths import capacity, sequence_chunks
 from qla_kernels.gdn.ops import GdnForward
 from qla_kernels.gdn.plan import EXACT_LOG_BOUND, WARM_LOG_BOUND
 from qla_kernels.runtime import device, jit
@@ -64,23 +65,28 @@ TOO_LARGE = [((2, 4), [8192]), ((2, 4), [4096]), ((2, 4), [4096, 4096])]
 TOO_LARGE += [((4, 8), [4096]), ((4, 16), [8192])]
 
 
-def shape(HV: int, K: int = 128, V: int = 128, bound: float = WARM_LOG_BOUND) -> tuple[Any, ...]:
-    return HV, K, V, SMS, bound
+def shape(HV: int, V: int = 128, bound: float = WARM_LOG_BOUND) -> tuple[Any, ...]:
+    return (HV, 128, V, SMS), bound
+
+
+def keeps_unknown(batch: tuple[int, int], H: int, *of_shape: Any) -> bool:
+    """Where the device alone knows the lengths."""
+    return choices.is_worth_keeping((), H, *of_shape, batch)
 
 
 def cut(lengths: list[int], *of_shape: Any) -> int | None:
     """Returns the most chunks of a forward's segment."""
-    return plan.forward(plan.sequence_chunks(0, 0, lengths), *of_shape, False, True).segment_chunks
+    return plan.forward(sequence_chunks(0, 0, lengths), *of_shape).segment_chunks
 
 
 def faster(lengths: list[int], HV: int) -> bool:
     most = cut(lengths, *shape(HV))
-    chunks = plan.sequence_chunks(0, 0, lengths)
-    return most is not None and keeping.is_faster(chunks, most, *shape(HV))
+    chunks = sequence_chunks(0, 0, lengths)
+    return most is not None and choices.is_faster(chunks, most, *shape(HV))
 
 
 def keeps(lengths: list[int], H: int, HV: int, **others: Any) -> bool:
-    return keeping.keeps(plan.sequence_chunks(0, 0, lengths), H, *shape(HV, **others))
+    return choices.is_worth_keeping(sequence_chunks(0, 0, lengths), H, *shape(HV, **others))
 
 
 @pytest.mark.parametrize(("heads", "lengths", "alone", "kept"), RECORD + SWEEP)
@@ -103,9 +109,9 @@ def test_segments_are_kept_where_that_was_faster_and_takes_little_memory(
 
 def share(lengths: list[int], H: int, HV: int) -> float:
     """Returns the bytes of kept segments over what is saved anyway."""
-    slots = plan.capacity(sum(lengths), len(lengths), cut(lengths, *shape(HV)))
-    saved = sum(lengths) * keeping.saved_bytes(H, HV, 128, 128)
-    return keeping.kept_bytes(slots, HV, 128, 128) / saved
+    slots = capacity(sum(lengths), len(lengths), cut(lengths, *shape(HV)))
+    saved = sum(lengths) * choices.saved_bytes(H, shape(HV)[0])
+    return choices.kept_bytes(slots, shape(HV)[0]) / saved
 
 
 def test_what_is_left_out_for_its_memory():
@@ -131,17 +137,17 @@ def test_a_backward_takes_what_was_kept_for_it(seed):
     kept = 0
     for lengths, H, HV, others in drawn(seed):
         of_shape, N, T = shape(HV, **others), len(lengths), sum(lengths)
-        chunks, bound = plan.sequence_chunks(0, 0, lengths), plan.gradient_bound(others["bound"])
+        chunks, bound = sequence_chunks(0, 0, lengths), plan.gradient_bound(others["bound"])
         slots = []
-        if keeping.keeps(chunks, H, *of_shape):
-            slots.append((chunks, plan.capacity(T, N, cut(lengths, *of_shape))))
-        if keeping.keeps_by_length((N, T), H, *of_shape):
-            rows = bands.forward((N, T), *of_shape).rows
-            slots.append((plan.sequence_chunks(N, T), max(N, *(row[2] for row in rows))))
-        for sequences, capacity in slots:
-            most = max(1, T // 64 // max(1, capacity - N))  # as launch/states.py
-            how = HV, others["V"], SMS, most, bound
-            assert plan.kept_chains(sequences, *how).segment_chunks is not None
+        if choices.is_worth_keeping(chunks, H, *of_shape):
+            slots.append((chunks, capacity(T, N, cut(lengths, *of_shape))))
+        if keeps_unknown((N, T), H, *of_shape):
+            room = bands.forward((N, T), *of_shape).capacity(N, T)
+            slots.append((sequence_chunks(N, T), room))
+        for sequences, room in slots:
+            batch = choices.BatchLengths(sequences, (N, T), known=True)
+            back = choices.backward(batch, of_shape[0], bound, kept_capacity=room)
+            assert back.segment_chunks is not None
         kept += len(slots)
     assert kept > 20
 
@@ -158,14 +164,14 @@ def test_a_backward_takes_what_was_kept_for_it(seed):
     ],
 )
 def test_lengths_that_the_device_alone_knows(lengths, H, HV, expected):
-    assert keeping.keeps_by_length((len(lengths), sum(lengths)), H, *shape(HV)) is expected
+    assert keeps_unknown((len(lengths), sum(lengths)), H, *shape(HV)) is expected
 
 
 def test_paths_of_whole_sequences_have_no_segments_to_keep():
     for lengths, H, HV, others in drawn(7):
         batch = len(lengths), sum(lengths)
         if bands.forward(batch, *shape(HV, **others)).whole:
-            assert not keeping.keeps_by_length(batch, H, *shape(HV, **others))
+            assert not keeps_unknown(batch, H, *shape(HV, **others))
 
 
 # ---- calls: launch code on meta tensors, with kernels that do nothing ----
@@ -230,9 +236,9 @@ def test_kept_bytes_are_those_of_the_tensors(launches):
     done = forward(x)
     slots = done.cp_cache[0].shape[0] - 1
     states = sum(t.nbytes for t in done.cp_cache if t.dim() > 2)
-    assert states == keeping.kept_bytes(slots, 8, 128, 128)
+    assert states == choices.kept_bytes(slots, shape(8)[0])
     saved = sum(t.nbytes for t in (x.q, x.k, x.v, x.beta, done.g_cum, done.A))
-    assert saved == 32768 * keeping.saved_bytes(4, 8, 128, 128)
+    assert saved == 32768 * choices.saved_bytes(4, shape(8)[0])
     tables = sum(t.nbytes for t in done.cp_cache) - states
     assert tables < 0.001 * states
 

@@ -7,25 +7,25 @@ import random
 
 import pytest
 
-from qla_kernels.gdn import dealing, durations, heuristics, plan
-from qla_kernels.gdn.plan import (
-    EXACT_LOG_BOUND,
-    WARM_LOG_BOUND,
-    Plan,
-    capacity,
-    cut_lengths,
-    sequence_chunks,
-)
+from qla_kernels.gdn import plan, times
+from qla_kernels.gdn.lengths import capacity, cut_lengths, num_items, rounded, sequence_chunks
+from qla_kernels.gdn.plan import EXACT_LOG_BOUND, WARM_LOG_BOUND, Plan
+from qla_kernels.gdn.times import ForwardChoice
 
 SMS = 132
+NARROW, WIDE, GIVEN = ForwardChoice(64, True), ForwardChoice(128, True), ForwardChoice(128, False)
+
+
+def shape(heads: int, K: int = 128, V: int = 128) -> tuple[int, int, int, int]:
+    return heads, K, V, SMS
 
 
 def choose(lengths: list[int], heads: int, V: int = 128, **options) -> Plan:
-    return plan.forward(sequence_chunks(0, 0, lengths), heads, 128, V, SMS, **options)
+    return plan.forward(sequence_chunks(0, 0, lengths), shape(heads, V=V), **options)
 
 
 def segments(lengths: list[int], most: int) -> int:
-    return sum(count for _, count in cut_lengths(sequence_chunks(0, 0, lengths), most))
+    return num_items(cut_lengths(sequence_chunks(0, 0, lengths), most))
 
 
 def test_sequences_are_counted_by_their_chunks():
@@ -39,9 +39,9 @@ def test_sequences_are_counted_by_their_chunks():
 def test_known_lengths_count_to_four_binary_digits():
     """So that new lengths are seldom a new batch; what is long and what is short stays apart."""
     chunks = [15, 16, 17, 18, 100, 512, 513, 1000]
-    rounded = [15, 16, 18, 18, 104, 512, 512, 1024]
+    nearest = [15, 16, 18, 18, 104, 512, 512, 1024]
     found = sequence_chunks(0, 0, [64 * n for n in chunks])
-    assert sorted(n for n, count in found for _ in range(count)) == rounded
+    assert sorted(n for n, count in found for _ in range(count)) == nearest
     for n in range(1, 2000):
         ((mean, _),) = sequence_chunks(0, 0, [64 * n])
         assert abs(mean - n) <= n / 16
@@ -112,7 +112,7 @@ def test_keys_are_summed_up_only_for_long_windows(heads, bound):
     """And by kkt_solve, which not every plan has; a backward never has them."""
     chosen = choose([32768], heads, warm_log_bound=bound)
     assert chosen.grows == (bound == EXACT_LOG_BOUND)
-    assert not chosen._replace(kernel=heuristics.ForwardChoice(64, True)).grows
+    assert not chosen._replace(kernel=NARROW).grows
     assert plan.gradient_bound(bound) == (bound if bound == WARM_LOG_BOUND else -math.inf)
 
 
@@ -127,9 +127,6 @@ def test_what_is_short_or_fills_the_gpu_stays_whole(lengths, heads):
 def test_short_sequences_fill_the_wave_of_a_long_one():
     """docs/lessons.md: cut, 730 to 755 us; whole, 644."""
     assert choose([24576, 8192], 48).segment_chunks is None
-
-
-NARROW, WIDE = heuristics.ForwardChoice(64, True), heuristics.ForwardChoice(128, True)
 
 
 @pytest.mark.parametrize(
@@ -150,26 +147,27 @@ def test_the_kernel_that_takes_less_time(sequences, tokens, heads, kernel):
 def test_narrow_values_have_narrow_tiles():
     for sequences in (0, 1, 50, 70_000):
         chunks = sequence_chunks(sequences, 100 * sequences)
-        assert plan.forward(chunks, 32, 128, 64, SMS).kernel == NARROW
+        assert plan.forward(chunks, shape(32, V=64)).kernel == NARROW
+        assert plan.tile_v(sequences, 32, 64, SMS) == 64
 
 
 def test_a_batch_that_stays_whole_takes_the_quickest_kernel():
-    """By the model that heuristics.py states: waves of CTAs, one on an SM."""
+    """By the model that times.py states: waves of CTAs, one on an SM."""
 
     def quickest(N, T, heads, V):
         def duration(kernel):
             waves = -(-N * heads * (V // kernel.tile_v) // SMS)
             chunks = -(-T // 64)
-            before = heuristics.SOLVE_START + heuristics.SOLVE_STEP * N * heads * chunks / SMS
-            launched = heuristics.LAUNCH + (0 if kernel.solves else before)
-            return launched + waves * (heuristics.START + chunks * heuristics.STEP[kernel])
+            before = times.SOLVE_START + times.SOLVE_STEP * N * heads * chunks / SMS
+            launched = times.LAUNCH + (0 if kernel.solves else before)
+            return launched + waves * (times.START + chunks * times.STEP[kernel])
 
-        return min((k for k in heuristics.STEP if V % k.tile_v == 0), key=duration)
+        return min((k for k in times.STEP if V % k.tile_v == 0), key=duration)
 
     for N, T, heads, V in itertools.product(
         (1, 2, 8, 64), (64, 1024, 8192), (2, 32, 64), (64, 128)
     ):
-        chosen = plan.forward(sequence_chunks(N, N * T), heads, 128, V, SMS, shares=False)
+        chosen = plan.forward(sequence_chunks(N, N * T), shape(heads, V=V), shares=False)
         if chosen.segment_chunks is None:
             assert chosen.kernel == quickest(N, T, heads, V)
 
@@ -202,12 +200,12 @@ def test_equal_shares_are_chosen_where_they_were_measured_to_gain(lengths, heads
 
 def over_others(lengths: list[int], heads: int) -> float:
     """Returns the model's time of equal shares over that of the best other plan."""
-    row = sequence_chunks(0, 0, lengths), heads, 128, 128, SMS
+    row = sequence_chunks(0, 0, lengths), shape(heads)
     rest = choose(lengths, heads, shares=False)
     assert not rest.shares
     least = plan.forward_time(rest, *row)
-    least = plan.whole_time(least) if rest.segment_chunks is None else least
-    return plan.whole_time(durations.shares(*row)) / least
+    least = times.whole_time(least) if rest.segment_chunks is None else least
+    return times.whole_time(times.shares(*row)) / least
 
 
 # gdn-forward.md, 26: measured with equal shares over whole items.
@@ -223,14 +221,14 @@ RAGGED = (
 @pytest.mark.parametrize(("lengths", "heads", "measured"), RAGGED)
 def test_ragged_batches_have_equal_shares_where_their_order_is_bad(lengths, heads, measured):
     found = choose(lengths, heads, shares=False)
-    chunks = tuple(plan.rounded(-(-length // 64)) for length in lengths)
-    row = sequence_chunks(0, 0, lengths), heads, 128, 128, SMS
-    before = 0.0 if found.solves else durations.solve(row[0], heads, SMS)
+    chunks = tuple(rounded(-(-length // 64)) for length in lengths)
+    row = sequence_chunks(0, 0, lengths), shape(heads)
+    before = 0.0 if found.solves else times.solve(*row)
     ctas = heads * 128 // found.kernel.tile_v
-    dealt = before + dealing.dealt(chunks, heuristics.STEP[found.kernel], ctas, SMS)
-    shared = durations.shares(*row)
-    assert plan.whole_time(shared) / plan.whole_time(dealt) == pytest.approx(measured, rel=0.08)
-    chosen = dealing.in_order(found, chunks, *row[1:])
+    dealt = before + times.dealt(chunks, times.STEP[found.kernel], ctas, SMS)
+    shared = times.shares(*row)
+    assert times.whole_time(shared) / times.whole_time(dealt) == pytest.approx(measured, rel=0.08)
+    chosen = plan.in_order(found, chunks, shape(heads))
     assert chosen == (Plan(WIDE, None, shares=True) if measured < 0.9 else found)
 
 
@@ -247,8 +245,8 @@ def test_ragged_batches_have_equal_shares_where_their_order_is_bad(lengths, head
 )
 def test_items_are_dealt_to_the_first_free_sm(chunks, free, longest):
     for ctas in (1, 7):
-        found = dealing.dealt(chunks, 1.0, ctas, free * ctas, start=0.0)
-        assert found == pytest.approx(durations.LAUNCH + longest)
+        found = times.dealt(chunks, 1.0, ctas, free * ctas, start=0.0)
+        assert found == pytest.approx(times.LAUNCH + longest)
 
 
 def test_dealing_is_that_of_a_queue():
@@ -260,15 +258,15 @@ def test_dealing_is_that_of_a_queue():
         for length in chunks:
             for _ in range(ctas):
                 heapq.heapreplace(free, free[0] + 3.0 + 2.5 * length)
-        found = dealing.dealt(chunks, 2.5, ctas, sms, start=3.0)
-        assert found == pytest.approx(durations.LAUNCH + max(free))
+        found = times.dealt(chunks, 2.5, ctas, sms, start=3.0)
+        assert found == pytest.approx(times.LAUNCH + max(free))
 
 
 def test_order_changes_no_plan_that_cuts_or_fits_one_wave():
     for lengths, heads in (([32768, 640, 640], 4), ([9000, 2000], 32), ([640] * 9, 96)):
         found = choose(lengths, heads)
         chunks = tuple(-(-length // 64) for length in lengths)
-        assert dealing.in_order(found, chunks, heads, 128, 128, SMS) is found
+        assert plan.in_order(found, chunks, shape(heads)) is found
 
 
 @pytest.mark.parametrize(
@@ -308,14 +306,14 @@ def test_whole_items_where_equal_shares_gain_nothing(lengths, heads, options):
 
 def test_neighbours_far_apart_in_the_same_keys_take_longer():
     """Each group of heads then reads its keys more than once: 192 items, and 384 half as long."""
-    far, near = (durations.shares(((n, c),), 48, 128, 128, SMS) for n, c in ((128, 4), (64, 8)))
-    items = durations.NEXT_ITEM * (384 - 192) / SMS
+    far, near = (times.shares(((n, c),), shape(48)) for n, c in ((128, 4), (64, 8)))
+    items = times.NEXT_ITEM * (384 - 192) / SMS
     assert near - items < 0.95 * far
 
 
 def test_equal_shares_are_of_keys_that_their_kernel_has():
-    row = sequence_chunks(4, 4 * 8192), 48
-    assert [plan.forward(*row, K, 128, SMS).shares for K in (64, 96, 128)] == [False, True, True]
+    row = sequence_chunks(4, 4 * 8192)
+    assert [plan.forward(row, shape(48, K)).shares for K in (64, 96, 128)] == [False, True, True]
 
 
 def test_only_the_long_sequence_of_a_ragged_batch_is_cut():
@@ -328,11 +326,11 @@ def test_only_the_long_sequence_of_a_ragged_batch_is_cut():
 
 def test_cutting_has_to_pay(monkeypatch):
     """The same batch is cut or not as the price of finding the states goes up."""
-    row = sequence_chunks(1, 8192), 8, 128, 128, SMS
+    row = sequence_chunks(1, 8192), shape(8)
     plan.forward.cache_clear()
     assert plan.forward(*row).segment_chunks is not None
     plan.forward.cache_clear()
-    monkeypatch.setattr(plan, "CUT", {True: 200.0, False: 200.0})
+    monkeypatch.setattr(times, "CUT", {True: 200.0, False: 200.0})
     assert plan.forward(*row).segment_chunks is None
     plan.forward.cache_clear()
 
@@ -352,7 +350,7 @@ def test_what_other_ranks_ask_for_is_mapped_in_any_case(lengths, heads):
     assert 1 <= mapped <= longest
     if alone is not None:
         assert mapped == alone
-    back = plan.backward(batch, heads, 128, 128, SMS, mapped=True)
+    back = plan.backward(batch, shape(heads), mapped=True)
     assert 1 <= back <= longest
 
 
@@ -360,14 +358,14 @@ def test_what_other_ranks_ask_for_is_mapped_in_any_case(lengths, heads):
 def test_a_backward_is_cut_for_the_same_reasons(heads):
     """Each of its chains has half the GPU to fill."""
     long = sequence_chunks(0, 0, [32768])
-    most = plan.backward(long, heads, 128, 128, SMS)
+    most = plan.backward(long, shape(heads))
     assert most is not None
     assert 0.7 < segments([32768], most) * heads / (SMS // 2) <= 3
 
 
 @pytest.mark.parametrize(("lengths", "heads"), [([], 8), ([0], 8), ([1024], 8), ([8192] * 4, 32)])
 def test_a_backward_that_is_short_or_fills_the_gpu_stays_whole(lengths, heads):
-    assert plan.backward(sequence_chunks(0, 0, lengths), heads, 128, 128, SMS) is None
+    assert plan.backward(sequence_chunks(0, 0, lengths), shape(heads)) is None
 
 
 @pytest.mark.parametrize(
@@ -382,13 +380,13 @@ def test_a_backward_that_is_short_or_fills_the_gpu_stays_whole(lengths, heads):
 )
 def test_the_width_of_both_chains_of_a_backward(lengths, heads, width):
     """As measured: gdn-backward.md, section 18."""
-    assert durations.both_chains(sequence_chunks(0, 0, lengths), heads, 128, SMS)[0] == width
+    assert times.both_chains(sequence_chunks(0, 0, lengths), shape(heads))[0] == width
 
 
 @pytest.mark.parametrize("heads", [32, 48, 64])
 def test_a_backward_of_one_long_sequence_stays_whole_where_its_heads_fill_the_gpu(heads):
     for length in (4096, 8192, 16384, 32768):
-        assert plan.backward(sequence_chunks(0, 0, [length]), heads, 128, 128, SMS) is None
+        assert plan.backward(sequence_chunks(0, 0, [length]), shape(heads)) is None
 
 
 @pytest.mark.parametrize(
@@ -399,8 +397,41 @@ def test_segments_of_the_forward_are_taken_where_whole_sequences_leave_sms_idle(
     length, heads, segment_chunks, faster
 ):
     sequences = sequence_chunks(0, 0, [length])
-    assert plan.kept_is_faster(sequences, heads, 128, SMS, segment_chunks) is faster
+    assert plan.kept_is_faster(sequences, shape(heads), segment_chunks) is faster
 
 
 def test_segments_of_empty_sequences_have_a_time():
-    assert plan.kept_is_faster(sequence_chunks(0, 0, [0, 0]), 8, 128, SMS, 1) in (True, False)
+    assert plan.kept_is_faster(sequence_chunks(0, 0, [0, 0]), shape(8), 1) in (True, False)
+
+
+# ---- widths of tiles and numbers of CTAs that need no plan ----
+
+
+@pytest.mark.parametrize(
+    ("sequences", "heads", "width"),
+    [
+        (1, 16, 64),
+        (2, 33, 64),  # the last size at which the narrow tiles fit in one wave
+        (2, 34, 128),  # two narrow waves take longer than a wide one
+        (4, 32, 128),
+        (5, 32, 64),  # three narrow waves are faster than two wide ones
+        (4, 64, 128),
+        (1000, 64, 128),
+    ],
+)
+def test_the_width_of_a_backward_chain(sequences, heads, width):
+    assert plan.tile_v(sequences, heads, 128, SMS) == width
+
+
+@pytest.mark.parametrize(
+    ("items", "equal_lengths", "found"),
+    [(512, True, SMS), (512, False, 512), (100, True, 100), (100, False, 100)],
+)
+def test_items_of_one_length_are_walked_by_one_cta_an_sm(items, equal_lengths, found):
+    assert plan.ctas(items, equal_lengths, SMS) == found
+
+
+def test_a_backward_that_fills_the_gpu_many_times_has_wide_tiles():
+    """Only the rate counts there."""
+    assert times.CHAIN_STEP[128] < 2 * times.CHAIN_STEP[64]
+    assert all(plan.tile_v(n, 32, 128, SMS) == 128 for n in range(60, 200))

@@ -7,14 +7,19 @@ import pytest
 import torch
 
 from qla_kernels import chunk_gated_delta_rule
-from qla_kernels.gdn import heuristics, plan, wide_plan
+from qla_kernels.gdn import plan, times
 from qla_kernels.gdn.launch.forward import planned
+from qla_kernels.gdn.lengths import cut_lengths, num_items
 from qla_kernels.gdn.plan import EXACT_LOG_BOUND, WARM_LOG_BOUND
 from qla_kernels.gdn.validate import refusal
 from qla_kernels.lab.selftest.gdn_calls import definition, records, small
 from tests.compare import assert_close
 
 SMS = 132
+
+
+def of_shape(heads: int, V: int) -> times.Shape:
+    return heads, 256, V, SMS
 
 
 def width(sequences: int, heads: int, V: int = 512) -> int:
@@ -32,7 +37,7 @@ def test_few_sequences_get_narrow_ctas_and_many_wide_ones():
 
 def test_a_plan_gives_A():
     for tokens in (64, 32768):
-        assert not wide_plan.forward(((tokens // 64, 1),), 6, 512, SMS).solves
+        assert not plan.forward(((tokens // 64, 1),), of_shape(6, 512)).solves
     assert plan.wide(1, 16, 256, SMS).segment_chunks is None  # what ranks and trees take
 
 
@@ -48,10 +53,9 @@ def predicted(
     chunks: int, count: int, heads: int, V: int, bound: float = WARM_LOG_BOUND
 ) -> tuple[plan.Plan, float]:
     """Returns the plan, and the time of whole sequences over its time."""
-    shape = ((chunks, count),), heads, V, SMS
-    found, whole = wide_plan.forward(*shape, bound), plan.wide(count, heads, V, SMS)
-    times = [wide_plan.expected(x, *shape) for x in (found, whole)]
-    return found, times[1] / times[0]
+    given = ((chunks, count),), of_shape(heads, V)
+    found, whole = plan.forward(*given, bound), plan.wide(count, heads, V, SMS)
+    return found, plan.expected(whole, *given) / plan.expected(found, *given)
 
 
 @pytest.mark.parametrize("bound", [WARM_LOG_BOUND, EXACT_LOG_BOUND, -math.inf])
@@ -62,7 +66,7 @@ def test_few_heads_and_many_chunks_are_cut(shape, bound):
         assert shape == (512, 1, 16, 256)
         assert bound < WARM_LOG_BOUND
     else:
-        assert gain > 1 / wide_plan.WIDE_GAIN
+        assert gain > 1 / plan.WIDE_GAIN
         assert found.warm_log_bound in (bound, -math.inf)
 
 
@@ -81,30 +85,30 @@ def test_one_long_sequence_of_the_default_layer_gains_half_or_more():
 @pytest.mark.parametrize("shape", CUT, ids=str)
 def test_a_cut_loses_little_if_no_head_forgets(shape):
     chunks, count, heads, V = shape
-    given = ((chunks, count),), heads, V, SMS
-    found = wide_plan.forward(*given)
-    whole = wide_plan.forward_time(plan.wide(count, heads, V, SMS), *given)
-    assert wide_plan.forward_time(found, *given, 1.0) <= wide_plan.WIDE_LOSS * whole
+    given = ((chunks, count),), of_shape(heads, V)
+    found = plan.forward(*given)
+    whole = plan.forward_time(plan.wide(count, heads, V, SMS), *given)
+    assert plan.forward_time(found, *given, 1.0) <= plan.WIDE_LOSS * whole
 
 
 def test_segments_fill_the_gpu_in_whole_waves():
     for tokens in (32768, 65536, 131072):
         found, _ = predicted(tokens // 64, 1, 6, 512)
-        pieces = plan.cut_lengths(((tokens // 64, 1),), found.segment_chunks)
-        ctas = 6 * 512 // found.kernel.tile_v * sum(count for _, count in pieces)
+        pieces = cut_lengths(((tokens // 64, 1),), found.segment_chunks)
+        ctas = 6 * 512 // found.kernel.tile_v * num_items(pieces)
         assert ctas % SMS == 0 or ctas % SMS > SMS / 2
 
 
 def test_a_pack_is_cut_by_its_lengths():
     """One long sequence among short ones; of equal lengths the same tokens stay whole."""
-    assert wide_plan.forward(((4, 8), (512, 1)), 2, 512, SMS).segment_chunks is not None
-    assert wide_plan.forward(((61, 9),), 2, 512, SMS).segment_chunks is None
+    assert plan.forward(((4, 8), (512, 1)), of_shape(2, 512)).segment_chunks is not None
+    assert plan.forward(((61, 9),), of_shape(2, 512)).segment_chunks is None
 
 
 def test_maps_take_columns_that_divide_V():
     for V in range(64, 513, 64):
-        assert V % wide_plan.map_tile(V) == 256 % wide_plan.map_tile(V) == 0
-    assert set(wide_plan.WIDE_MAP_STEP) == {64, 128}
+        assert V % times.map_tile(V) == 256 % times.map_tile(V) == 0
+    assert set(times.WIDE_MAP_STEP) == set(times.WIDE_STEP) == {64, 128}
 
 
 @pytest.mark.parametrize("batch", [1, 40])
@@ -122,10 +126,6 @@ def test_without_auto_cp_nothing_is_cut(monkeypatch):
     assert planned(*records(x, auto_cp=False))[0].segment_chunks is None
     exact, _ = planned(*records(x, warm_log_bound=EXACT_LOG_BOUND))
     assert exact.warm_log_bound in (EXACT_LOG_BOUND, -math.inf)
-
-
-def test_every_width_has_a_step():
-    assert set(heuristics.WIDE_STEP) == {64, 128}
 
 
 def test_anchors_refuse_it_on_a_gpu_and_ranks_and_trees_do_not():

@@ -5,9 +5,10 @@ from typing import NamedTuple
 
 import pytest
 
-from qla_kernels.gdn import plan, wide_plan
-from qla_kernels.gdn.heuristics import ForwardChoice
+from qla_kernels.gdn import plan
+from qla_kernels.gdn.lengths import Lengths
 from qla_kernels.gdn.plan import WARM_LOG_BOUND, Plan
+from qla_kernels.gdn.times import ForwardChoice, Shape
 
 SMS = 132
 NEAR = 0.08  # of the measured time
@@ -94,8 +95,8 @@ ROWS = (
 each_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.tokens}-{row.heads}")
 
 
-def given(row: Row) -> tuple[plan.Lengths, int, int, int]:
-    return ((row.tokens // 64, 1),), row.heads, row.V, SMS
+def given(row: Row) -> tuple[Lengths, Shape]:
+    return ((row.tokens // 64, 1),), (row.heads, 256, row.V, SMS)
 
 
 def ways(row: Row) -> list[tuple[Plan, int]]:
@@ -110,7 +111,7 @@ def ways(row: Row) -> list[tuple[Plan, int]]:
 
 @each_row
 def test_the_plan_is_as_fast_as_the_best_that_was_measured(row):
-    found = wide_plan.forward(*given(row))
+    found = plan.forward(*given(row))
     times = dict(ways(row))
     assert times.get(found, row.chosen) == row.chosen
     if found not in times:
@@ -122,8 +123,8 @@ def test_the_plan_is_as_fast_as_the_best_that_was_measured(row):
 def test_the_model_is_near_measured_times(row):
     for found, time in ways(row):
         if row.cold is None and found.warm_log_bound > -math.inf:
-            warm, cold = (wide_plan.forward_time(found, *given(row), x) for x in (0.0, 1.0))
+            warm, cold = (plan.forward_time(found, *given(row), x) for x in (0.0, 1.0))
             assert warm + row.others < time < cold + row.others
         else:
-            modelled = wide_plan.forward_time(found, *given(row), row.cold or 0.0)
+            modelled = plan.forward_time(found, *given(row), row.cold or 0.0)
             assert modelled + row.others == pytest.approx(time, rel=NEAR)

@@ -160,7 +160,7 @@ def _lengths(most: int, heads: int, n: int, rng: random.Random) -> list[int]:
     found = [1, 2, 63, 64, 65] + [64 * rng.randrange(most // 64) + i for i in range(64)]
     found += [rng.randint(1, most) for _ in range(n)]
     plans = [
-        (plan.forward(c, heads, 128, 128, SMS), plan.backward(c, heads, 128, 128, SMS))
+        (plan.forward(c, (heads, 128, 128, SMS)), plan.backward(c, (heads, 128, 128, SMS)))
         for c in [((i, 1),) for i in range(1, most // 64, 1 + most // 64 // 200)]
     ]
     step = 64 * (1 + most // 64 // 200)

@@ -1,4 +1,4 @@
-"""plans.c plans as gdn/plan.py, dealing.py and keeping.py do.
+"""plans.c plans as gdn/plan.py does.
 
     python -m tests.native.plans            2,000 random batches
     python -m tests.native.plans 200000     as many as one likes
@@ -15,9 +15,9 @@ import torch
 
 from qla_kernels.gdn import choices, known, plan
 from qla_kernels.gdn.choices import BatchLengths
-from qla_kernels.gdn.heuristics import STEP
 from qla_kernels.gdn.known import representative
 from qla_kernels.gdn.launch.tensors import chunks_in_order, chunks_of
+from qla_kernels.gdn.times import STEP
 from tests.native import standin
 
 HEADS = [(2, 4), (1, 2), (4, 8), (8, 8), (16, 16), (16, 32), (16, 48), (16, 64), (32, 32), (3, 6)]
@@ -46,16 +46,15 @@ def by_python(
     batch = BatchLengths(chunks, (num_sequences, num_tokens), True, lambda: chunks_in_order(bounds))
     shape = HV, K, V, sms
     forward = choices.forward(batch, shape, bound)
-    assert isinstance(forward, plan.Plan)
     keeps, most, width = False, 0, 0
     if trains:
         capacity = None
         if forward.segment_chunks is not None:
             keeps = choices.keeps(batch, H, shape, bound, forward)
         if keeps:
-            capacity = plan.capacity(num_tokens, num_sequences, forward.segment_chunks)
+            capacity = forward.capacity(num_sequences, num_tokens)
         gradients = choices.backward(batch, shape, plan.gradient_bound(bound), True, capacity)
-        most, width = gradients.segment_chunks or 0, gradients.tile_v
+        most, width = gradients.segment_chunks or 0, gradients.kernel.tile_v
     return (
         list(STEP).index(forward.kernel), forward.segment_chunks or 0,
         int(forward.warm_log_bound > -float("inf")), int(forward.shares), int(len(chunks) == 1),

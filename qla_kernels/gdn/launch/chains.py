@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels.gdn import heuristics
+from qla_kernels.gdn import plan as gdn_plan
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.kernels import chunk_states as chunk_states_kernel
 from qla_kernels.gdn.kernels import dstate_chain as dstate_chain_kernel
@@ -272,4 +272,4 @@ def _tile_v(num_sequences: int, values: Tensor, wanted: int | None) -> int:
     if wanted is not None:
         return wanted
     half = device.sm_count(values.device) // 2  # a backward runs both chains at the same time
-    return heuristics.tile_v(num_sequences, HV, V, half)
+    return gdn_plan.tile_v(num_sequences, HV, V, half)

@@ -5,7 +5,7 @@ import functools
 import torch
 from torch import Tensor
 
-from qla_kernels.gdn import heuristics
+from qla_kernels.gdn import plan as gdn_plan
 from qla_kernels.gdn.kernels import fused_fwd as fused_fwd_kernel
 from qla_kernels.gdn.kernels import gate as gate_kernel
 from qla_kernels.gdn.kernels import kkt_solve as kkt_solve_kernel
@@ -26,6 +26,7 @@ from qla_kernels.gdn.launch.tensors import (
     tokens,
 )
 from qla_kernels.gdn.shapes import key_room
+from qla_kernels.gdn.times import ForwardChoice
 from qla_kernels.gdn.validate import OP
 from qla_kernels.runtime import device, jit
 from qla_kernels.runtime.sm90 import dtype_name, require_aligned
@@ -156,7 +157,7 @@ def fused_fwd(
     o: Tensor,
     ht: Tensor | None,
     saved: tuple[Tensor, Tensor] | None,
-    plan: heuristics.ForwardChoice,
+    plan: ForwardChoice,
     ends_of: Tensor | None = None,
     equal_lengths: bool = False,
     starts_of: Tensor | None = None,
@@ -220,7 +221,7 @@ def fused_fwd(
         has = [1, 1]
         h0, ht = places.pool if h0 is None else h0, places.pool
         kept, entries, chunks, numbers = _kept(places)
-    ctas = heuristics.ctas(items, equal_lengths, device.sm_count(q.device))
+    ctas = gdn_plan.ctas(items, equal_lengths, device.sm_count(q.device))
     if shares:
         shared = device.sm_count(q.device), most_cut
         tables = share_out(g, bounds, (q.shape[2], HV), plan.tile_v, (K, V), B * T, *shared)

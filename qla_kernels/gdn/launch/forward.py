@@ -8,9 +8,8 @@ its own: wide_forward.py.
 import torch
 from torch import Tensor
 
-from qla_kernels.gdn import choices, heuristics, ops
+from qla_kernels.gdn import choices, ops
 from qla_kernels.gdn import plan as gdn_plan
-from qla_kernels.gdn.bands import Bands
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.launch import activations, segments
 from qla_kernels.gdn.launch.backward import gdn_bwd, l2norm_bwd
@@ -60,7 +59,7 @@ def gdn_fwd(call: Call, options: Options) -> GdnForward:
         parts, found = flat_parts(x.q, x.k, x.v), None
         for rows in parts:
             part, out_b = x.of_part(rows), out.of_part(rows)
-            if isinstance(plan, Bands):
+            if plan.bands:
                 found = forward_by_length(part, call.scale, plan, out_b, options.is_train)
             else:
                 found = forward_batch(part, call.scale, plan, out_b, equal_lengths)
@@ -145,9 +144,9 @@ def forward_batch(
 
 
 def forward_by_length(
-    x: FlatBatch, scale: float, bands: Bands, out: Outputs, saves: bool
+    x: FlatBatch, scale: float, plan: Plan, out: Outputs, saves: bool
 ) -> tuple[Segments, Maps] | None:
-    """Launches the forward of a batch whose lengths the device alone knows: `gdn/bands.py`.
+    """Launches the forward of a batch whose lengths the device alone knows: a plan with bands.
 
         segment_plan         finds the longest sequence; fills the tables of the path to take
         one stream           the path of segments: the kernels of `forward_batch`
@@ -161,17 +160,16 @@ def forward_by_length(
     Returns:
         As `forward_batch`, where segments are the only path, else None.
     """
-    table, kernels, num_tokens = None, bands.whole, x.g.shape[0] * x.g.shape[1]
-    if bands.segmented is not None and not bands.segmented.solves:
+    table, kernels, num_tokens = None, plan.whole, x.g.shape[0] * x.g.shape[1]
+    if plan.has_segments and not plan.solves:
         table = room_for_chunks(num_tokens, x.bounds)
     shape = len(kernels), len(x.bounds)
     whole = Whole(*(x.bounds.new_empty(shape, dtype=torch.int32) for _ in Whole._fields))
-    cut = segments.cut(x.g, x.bounds, 0, table=table, bands=bands.rows, whole=whole)
+    cut = segments.cut(x.g, x.bounds, None, table=table, bands=plan.bands, whole=whole)
 
     def over_segments() -> tuple[Segments, Maps] | None:
-        if bands.segmented is None:
+        if not plan.has_segments:
             return None
-        plan = Plan(bands.segmented, None, bands.warm_log_bound)
         return forward_batch(x, scale, plan, out, made=(cut, table))
 
     if not kernels:
@@ -180,16 +178,16 @@ def forward_by_length(
         with aside:
             over_segments()
         for i, kernel in enumerate(kernels):
-            shares, most_cut = bands.whole_plan(kernel)[-2:]
+            path = plan.of_whole(kernel)
             fused_fwd(
                 x.q, x.k, x.v, x.g, x.beta, scale, x.h0, whole.bounds[i], out.o, out.ht,
                 out.saved if saves else None, kernel, whole.ends_of[i], early=False,
-                shares=shares, most_cut=most_cut,
+                shares=path.shares, most_cut=path.most_cut,
             )  # fmt: skip
     return None
 
 
-def planned(call: Call, options: Options, one_path: bool = False) -> tuple[Plan | Bands, bool]:
+def planned(call: Call, options: Options, one_path: bool = False) -> tuple[Plan, bool]:
     """Returns the plan, and whether whole sequences are known to have one length, or nearly so.
 
     Without auto_cp, the plan is one whose results do not depend on the batch. `one_path` is as for
@@ -197,17 +195,17 @@ def planned(call: Call, options: Options, one_path: bool = False) -> tuple[Plan 
     """
     wide = call.q.shape[-1] == WIDE
     if not options.auto_cp:
-        batch_invariant = Plan(heuristics.BATCH_INVARIANT, None)
+        batch_invariant = Plan(gdn_plan.BATCH_INVARIANT)
         HV, V = call.v.shape[2:]
         return gdn_plan.wide(0, HV, V, 1) if wide else batch_invariant, False
     batch, shape = batch_of(call)
     plan = choices.forward(batch, shape, options.warm_log_bound, one_path)
-    if wide or isinstance(plan, Bands) or not batch.known:
+    if wide or plan.bands or not batch.known:
         return plan, False
     return plan, len(batch.chunks) == 1 and plan.segment_chunks is None
 
 
-def _keeps(call: Call, options: Options, plan: Plan | Bands) -> bool:
+def _keeps(call: Call, options: Options, plan: Plan) -> bool:
     """Returns whether to keep segments for a backward where the caller leaves it open."""
     if not options.is_train:
         return False

@@ -14,14 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels.gdn import heuristics
+from qla_kernels.gdn import plan as gdn_plan
 from qla_kernels.gdn.kernels import segment_map as segment_map_kernel
 from qla_kernels.gdn.kernels import segment_map_bwd as segment_map_bwd_kernel
 from qla_kernels.gdn.kernels import segment_plan as segment_plan_kernel
 from qla_kernels.gdn.kernels import segment_scan as segment_scan_kernel
 from qla_kernels.gdn.kernels.chain.layout import TILE
 from qla_kernels.gdn.launch.tensors import no_chunks, no_state, tokens
-from qla_kernels.gdn.plan import capacity
+from qla_kernels.gdn.lengths import capacity
 from qla_kernels.gdn.shapes import key_room
 from qla_kernels.runtime import device, jit
 from qla_kernels.runtime.device_tables import kept, numbers
@@ -91,10 +91,10 @@ def of_cache(cp_cache: Sequence[Tensor]) -> tuple[Segments, Maps] | None:
 def cut(
     g: Tensor,
     cu_seqlens: Tensor,
-    segment_chunks: int,
+    segment_chunks: int | None,
     open_ends: OpenEnds = NO_ENDS,
     table: ChunkTable | None = None,
-    bands: Rows | None = None,
+    bands: Rows = (),
     whole: Whole | None = None,
 ) -> Segments:
     """Cuts sequences of more than `segment_chunks` chunks into segments of nearly equal length.
@@ -102,17 +102,17 @@ def cut(
     Args:
         g: [B, T, HV] fp32, gates or their sums within chunks; samples of it decide the order of
             heads.
-        segment_chunks: the most chunks of a segment; not used if there are bands.
+        segment_chunks: the most chunks of a segment; None if there are bands.
         open_ends: sequences that began, or continue, on another rank.
         table: if given, the chunks of the sequences are written to it by the same launch.
-        bands: rows (least, path, segments), of which the longest sequence decides: segment_plan.
+        bands: those of a plan, of which the longest sequence decides: segment_plan.
         whole: if given, written by the same launch.
 
     Returns:
         The tables, filled by one launch.
     """
     (B, T, HV), N = g.shape, cu_seqlens.shape[0] - 1
-    if bands is None:
+    if segment_chunks is not None:
         most = capacity(B * T, N, segment_chunks)
     else:
         most = max(N, *(segments for _, _, segments in bands))
@@ -131,9 +131,9 @@ def cut(
         g.new_empty(HV),
         segments.heads,
         *(table or no_chunks(first)),
-        first.as_strided((0, 3), (3, 1)) if bands is None else _rows_of(cu_seqlens.device, bands),
+        first.as_strided((0, 3), (3, 1)) if not bands else _rows_of(cu_seqlens.device, bands),
         *(whole or Whole(*[first.as_strided((0, N + 1), (N + 1, 1))] * 2)),
-        segment_chunks,
+        0 if segment_chunks is None else segment_chunks,
         *open_ends,
     )
     return segments
@@ -299,7 +299,7 @@ def fold(
     """Runs segment_scan on `states` over the sequences of consecutive rows of first_segment."""
     K = states.shape[-1]
     columns = (len(first_segment) - 1) * states.shape[1] * states.shape[2]
-    each = heuristics.scan_columns(columns, device.sm_count(states.device))
+    each = gdn_plan.scan_columns(columns, device.sm_count(states.device))
     variant = segment_scan_kernel.Variant(K, reverse, each)
     jit.compile(segment_scan_kernel, variant)(
         first_segment,

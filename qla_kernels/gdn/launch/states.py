@@ -10,7 +10,6 @@ from torch import Tensor
 
 from qla_kernels.gdn import choices
 from qla_kernels.gdn import plan as gdn_plan
-from qla_kernels.gdn.bands import GradientBands
 from qla_kernels.gdn.call import Options
 from qla_kernels.gdn.choices import BatchLengths
 from qla_kernels.gdn.launch import parts, segments
@@ -147,16 +146,12 @@ def states_around(
     batch = BatchLengths(chunks_of(*size, cu_seqlens_cpu), size, known)
     kept = segments.of_cache(cp_cache)
     room = None if kept is None else kept[0].capacity
-    found = choices.backward(batch, shape, bound, options.auto_cp, room)
-    if isinstance(found, GradientBands):
-        if not found.bands:
-            return chains(x, dv, found.tile_v)
-        cut = segments.cut(x.g_cum, x.bounds, 0, bands=found.rows)
-        return segmented_chains(x, dv, cut, None, bound, found.tile_v)
-    most, tile_v = found
-    if most is None:
+    plan = choices.backward(batch, shape, bound, options.auto_cp, room)
+    tile_v = plan.kernel.tile_v
+    if not plan.has_segments:
         return chains(x, dv, tile_v)
-    cut, maps = kept or (segments.cut(x.g_cum, x.bounds, most), None)
+    own = x.g_cum, x.bounds, plan.segment_chunks
+    cut, maps = kept or (segments.cut(*own, bands=plan.bands), None)
     return segmented_chains(x, dv, cut, maps, bound, tile_v)
 
 

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from qla_kernels.gdn.call import Call
 from qla_kernels.gdn.choices import BatchLengths
-from qla_kernels.gdn.durations import Lengths
 from qla_kernels.gdn.kernels import chunk_table as chunk_table_kernel
-from qla_kernels.gdn.paths import Shape
-from qla_kernels.gdn.plan import rounded, sequence_chunks
+from qla_kernels.gdn.lengths import Lengths, rounded, sequence_chunks
 from qla_kernels.gdn.shapes import key_room
+from qla_kernels.gdn.times import Shape
 from qla_kernels.runtime import device, jit
 from qla_kernels.runtime.device_tables import kept
 from qla_kernels.runtime.sm90 import dtype_name, low_words
@@ -186,24 +185,24 @@ def spans(bounds: Tensor) -> Tensor:
     return bounds if bounds.dim() == 2 else bounds.as_strided((bounds.shape[0] - 1, 2), (1, 1))
 
 
-def plan_shape(call: Call) -> tuple[Lengths, int, int, int, int]:
-    """Returns the sequences' numbers of chunks, HV, K, V and the number of SMs, for a plan."""
+def plan_shape(call: Call) -> tuple[Lengths, Shape]:
+    """Returns the sequences' numbers of chunks, and HV, K, V and the number of SMs, for a plan."""
     (B, T, HV, V), K = call.v.shape, call.q.shape[-1]
     chunks = chunks_of(call.num_sequences, B * T, call.cu_seqlens_cpu)
-    return chunks, HV, K, V, device.sm_count(call.q.device)
+    return chunks, (HV, K, V, device.sm_count(call.q.device))
 
 
 def batch_of(call: Call) -> tuple[BatchLengths, Shape]:
     """Returns a call's sequences and its shape, as `choices` takes them."""
-    chunks, HV, K, V, sm_count = plan_shape(call)
+    chunks, shape = plan_shape(call)
     size, on_host = (call.num_sequences, call.q.shape[0] * call.q.shape[1]), call.cu_seqlens_cpu
     known = call.cu_seqlens is None or on_host is not None
     in_order = None if on_host is None else functools.partial(chunks_in_order, on_host)
-    return BatchLengths(chunks, size, known, in_order), (HV, K, V, sm_count)
+    return BatchLengths(chunks, size, known, in_order), shape
 
 
 def chunks_of(num_sequences: int, num_tokens: int, cu_seqlens_cpu: Tensor | None) -> Lengths:
-    """Returns the sequences' numbers of chunks, as `plan.sequence_chunks` does.
+    """Returns the sequences' numbers of chunks, as `lengths.sequence_chunks` does.
 
     Without cu_seqlens_cpu all sequences count as equally long; no value is read from the device.
     """

@@ -12,7 +12,7 @@ from qla_kernels.gdn.kernels import wide_scan as wide_scan_kernel
 from qla_kernels.gdn.kernels import wide_windows as wide_windows_kernel
 from qla_kernels.gdn.launch.segments import Segments
 from qla_kernels.gdn.launch.tensors import no_state, tokens
-from qla_kernels.gdn.wide_plan import map_tile
+from qla_kernels.gdn.times import map_tile
 from qla_kernels.runtime import jit
 from qla_kernels.runtime.sm90 import dtype_name
 from qla_kernels.tile.constants import CHUNK

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from qla_kernels.gdn import heuristics
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.launch.forward import activated_batch, forward_batch, planned
 from qla_kernels.gdn.launch.pools import Checkpoints, Places
@@ -15,9 +14,10 @@ from qla_kernels.gdn.launch.tensors import (
     sequence_bounds,
     with_room,
 )
-from qla_kernels.gdn.plan import Plan
+from qla_kernels.gdn.plan import POOL_16, Plan
 from qla_kernels.gdn.prefill.ops import PREFILL_OP, Prefill
 from qla_kernels.gdn.shapes import POOL_KEYS
+from qla_kernels.gdn.times import ForwardChoice
 from qla_kernels.runtime import device
 from qla_kernels.runtime.sm90 import require_aligned
 from qla_kernels.tile.constants import CHUNK
@@ -35,12 +35,11 @@ def gdn_prefill(call: Call, prefill: Prefill, options: Options) -> None:
     else:
         with device.of(call.q):
             plan, equal_lengths = planned(call, options, one_path=True)
-            assert isinstance(plan, Plan), "of one path"
             in_place = call.q.shape[3] == POOL_KEYS
             if not in_place:
                 assert prefill.checkpoints is None, "`prefill_refusal` says so"
             elif prefill.states.dtype == torch.bfloat16:
-                plan = plan._replace(kernel=heuristics.POOL_16)
+                plan = plan._replace(kernel=POOL_16)
             elif prefill.checkpoints is not None:
                 plan = plan._replace(kernel=keeping(plan))
             x, places = activated_batch(call, options), _places(call, prefill, options)
@@ -59,13 +58,13 @@ def gdn_prefill(call: Call, prefill: Prefill, options: Options) -> None:
             torch.autograd.graph.increment_version(changed)
 
 
-def keeping(plan: Plan) -> heuristics.ForwardChoice:
+def keeping(plan: Plan) -> ForwardChoice:
     """Returns the kernel that keeps states on the way, for a plan: one that solves for A itself.
 
     There is none with 128 columns of V for segments.
     """
     width = plan.kernel.tile_v if plan.segment_chunks is None else 64
-    return heuristics.ForwardChoice(width, True)
+    return ForwardChoice(width, True)
 
 
 def _places(call: Call, prefill: Prefill, options: Options) -> Places:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from qla_kernels.gdn import plan as gdn_plan
 from qla_kernels.gdn.call import Call, Options
-from qla_kernels.gdn.durations import Lengths, both_chains
 from qla_kernels.gdn.kernels import child_sums as child_sums_kernel
 from qla_kernels.gdn.kernels.chain.layout import TILE
 from qla_kernels.gdn.launch import activations
@@ -30,9 +29,10 @@ from qla_kernels.gdn.launch.steps import SavedChunks
 from qla_kernels.gdn.launch.tensors import fresh_like, key_first
 from qla_kernels.gdn.launch.wide_chains import room_for_values, wide_dstate, wide_states
 from qla_kernels.gdn.launch.wide_forward import solve_score, wide_fwd
+from qla_kernels.gdn.lengths import Lengths, sequence_chunks
 from qla_kernels.gdn.ops import GdnBackward
-from qla_kernels.gdn.plan import sequence_chunks
 from qla_kernels.gdn.shapes import WIDE, key_room, leaves_values
+from qla_kernels.gdn.times import both_chains
 from qla_kernels.gdn.tree.autograd import TREE_OP
 from qla_kernels.gdn.tree.ops import IncomingTree, SavedTree, TreeForward
 from qla_kernels.gdn.tree.tables import DeltaTables
@@ -48,7 +48,7 @@ def gdn_tree_fwd(call: Call, tables: DeltaTables, options: Options) -> TreeForwa
     with device.of(q):
         (HV, V), K = v.shape[2:], q.shape[-1]
         levels, wide = _levels(tables), K == WIDE
-        choice = gdn_plan.tree(levels, HV, V, device.sm_count(q.device))
+        choice = gdn_plan.tree(levels, (HV, K, V, device.sm_count(q.device)))
         as_is = q.dtype if wide or choice.solves else torch.float32  # as gdn_fwd has it
         raw = g, beta, call.A_log, call.dt_bias
         g, beta = activations.activate(*raw, options.beta_range, as_is)
@@ -196,7 +196,7 @@ def _states_around(
     """
     q, k, v, do, g_cum, beta, A, scale, bounds, *_ = x
     (HV, V), K, N = v.shape[2:], k.shape[-1], tables.spans.shape[0]
-    lengths, sms = _levels(tables), device.sm_count(q.device)
+    lengths, shape = _levels(tables), (HV, K, V, device.sm_count(q.device))
     its = _rows(tables, states, dfinal, options)
 
     room = tables.chunks.shape[0]
@@ -212,14 +212,14 @@ def _states_around(
             held = DsInDv(dv, tails[a:b], owner)
         dstate_chain(
             q, k, do, g_cum, beta, A, its.dht, scale, tables.spans[a:b], tables.level_chunks[a:b],
-            before, both_chains(lengths[level], HV, V, sms)[0], held, tables.level_ends[a:b], dS,
+            before, both_chains(lengths[level], shape)[0], held, tables.level_ends[a:b], dS,
         )  # fmt: skip
 
     def enter() -> None:
         every = tuple(pair for level in lengths for pair in level)
         chunk_states(
             k, v, g_cum, beta, A, its.h0, bounds, tables.first_chunk,
-            tile_v=both_chains(every, HV, V, sms)[0], out=h, starts_of=tables.starts,
+            tile_v=both_chains(every, shape)[0], out=h, starts_of=tables.starts,
         )  # fmt: skip
 
     _run(q, tables, its, enter, gradients)

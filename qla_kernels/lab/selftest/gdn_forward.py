@@ -6,9 +6,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from qla_kernels.gdn import heuristics, plan
+from qla_kernels.gdn import plan
 from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.ops import GdnForward
+from qla_kernels.gdn.times import ForwardChoice
 from qla_kernels.lab.selftest.cases import Cases, dtype_of, to
 from qla_kernels.lab.selftest.compare import assert_close, relative_l2
 from qla_kernels.lab.selftest.gdn_calls import Call, records, small
@@ -92,7 +93,7 @@ def _fused_fwd(variant: Any, i: int, device: str) -> None:
     x = small(LENGTHS[i], dtype_of(variant), sizes=(variant.K, V))
     if i % 2:
         x["initial_state"] = None
-    kernel = heuristics.ForwardChoice(variant.tile_v, variant.solves)
+    kernel = ForwardChoice(variant.tile_v, variant.solves)
     whole = plan.Plan(kernel, None, shares=variant.shares)
     with mock.patch.object(launch, "planned", return_value=(whole, False)):
         done = to(forward(to(x, device), is_train=i < 3), "cpu")

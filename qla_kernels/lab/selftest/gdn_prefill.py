@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from qla_kernels import prefill_gated_delta_rule
-from qla_kernels.gdn import heuristics, plan
+from qla_kernels.gdn import plan
+from qla_kernels.gdn.times import ForwardChoice
 from qla_kernels.lab.selftest.cases import Cases, to
 from qla_kernels.lab.selftest.compare import assert_close, relative_l2
 from qla_kernels.lab.selftest.gdn_calls import Call, small
@@ -172,7 +173,7 @@ def run(
 def _prefill(variant: Any, i: int, device: str) -> None:
     V = 64 if variant.tile_v == 64 and i % 2 else 128
     pool, entries = getattr(torch, variant.pool), (torch.float32, torch.bfloat16)[i % 2]
-    whole = plan.Plan(heuristics.ForwardChoice(variant.tile_v, variant.solves), None)
+    whole = plan.Plan(ForwardChoice(variant.tile_v, variant.solves))
     with mock.patch.object(plan, "forward", return_value=whole):
         run(INPUTS[i], (variant.K, V), torch.bfloat16, device, pool, entries, variant.keeps)
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from qla_kernels.gdn import bands
-from qla_kernels.gdn.durations import Lengths
 from qla_kernels.gdn.launch import segments
 from qla_kernels.gdn.launch.tensors import room_for_chunks
+from qla_kernels.gdn.lengths import Lengths, device_spacing
+from qla_kernels.gdn.plan import band_of
 from qla_kernels.gdn.sharded.layouts import Stretch
 from qla_kernels.gdn.sharded.links import open_ends
 from qla_kernels.lab.selftest.cases import Cases, dtype_of, to
@@ -73,15 +73,15 @@ def _segment_plan_of_bands(
     table = room_for_chunks(num_tokens, cu_seqlens)
     shape = max(path for _, path, _ in rows), N + 1
     whole = segments.Whole(*(torch.empty(shape, dtype=torch.int32, device=device) for _ in "be"))
-    got = segments.cut(g, cu_seqlens, 0, table=table, bands=rows, whole=whole)
+    got = segments.cut(g, cu_seqlens, None, table=table, bands=rows, whole=whole)
     chunks = sequence_chunks_of(lengths)
-    _, path, most = bands.row_of(rows, chunks)
+    _, path, most = band_of(rows, chunks)
     empty = [num_tokens] * (N + 1), [-1] * (N + 1)
     for i in range(shape[0]):
         want = (bounds_of_tokens.tolist(), list(range(N + 1))) if path == i + 1 else empty
         assert (whole.bounds[i].tolist(), whole.ends_of[i].tolist()) == want, f"path {i + 1}"
     if path == 0:
-        check_segments(got, lengths, bands.segment_chunks(chunks, most))
+        check_segments(got, lengths, device_spacing(chunks, most))
         for name, a, b in zip(
             table._fields, table, chunk_table(num_tokens, bounds_of_tokens), strict=True
         ):

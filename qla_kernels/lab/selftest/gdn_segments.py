@@ -8,11 +8,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from qla_kernels.gdn import heuristics
+from qla_kernels.gdn import plan
 from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.launch import segments
 from qla_kernels.gdn.launch.tensors import room_for_chunks
 from qla_kernels.gdn.plan import WARM_LOG_BOUND
+from qla_kernels.gdn.times import ForwardChoice
 from qla_kernels.lab.selftest.cases import Cases, dtype_of, to
 from qla_kernels.lab.selftest.compare import assert_close, relative_l2
 from qla_kernels.lab.selftest.gdn_inputs import gates, keys
@@ -25,7 +26,7 @@ FP32 = 1e-5  # what sums and decays in fp32 cost, and what a warm head leaves ou
 NEVER = -math.inf
 
 # columns of V of a CTA, and whether it solves for A
-GIVEN, SOLVING = heuristics.ForwardChoice(128, False), heuristics.ForwardChoice(64, True)
+GIVEN, SOLVING = ForwardChoice(128, False), ForwardChoice(64, True)
 
 
 Saved = tuple[Tensor, Tensor] | None  # g_cum and A
@@ -87,7 +88,7 @@ def run(
     x: SegmentedCall,
     most: int,
     limit: float,
-    kernel: heuristics.ForwardChoice = GIVEN,
+    kernel: ForwardChoice = GIVEN,
     grows: bool = False,
     between: Callable[[], None] = lambda: None,
 ) -> CutResults:
@@ -116,7 +117,7 @@ def run(
     return CutResults(o, starts[:num], cut.bounds[:num], final)
 
 
-def whole(x: SegmentedCall, kernel: heuristics.ForwardChoice = GIVEN) -> tuple[Tensor, Tensor]:
+def whole(x: SegmentedCall, kernel: ForwardChoice = GIVEN) -> tuple[Tensor, Tensor]:
     """Returns o and the final states of sequences that are not cut."""
     scale = x.q.shape[-1] ** -0.5
     g_cum, A = launch.kkt_solve(x.k, x.g, x.beta, x.cu_seqlens)
@@ -192,7 +193,7 @@ def _segment_map(variant: Any, given: tuple[Any, ...], device: str) -> None:
     (lengths, most, V, h0, columns), limit = given
     x = batch(lengths, dtype_of(variant), sizes=(variant.K, V), h0=h0)
     on_device, saved = to((x, prepared(x)), device)
-    with mock.patch.object(heuristics, "scan_columns", return_value=columns):
+    with mock.patch.object(plan, "scan_columns", return_value=columns):
         got = starts(on_device, most, limit, variant.solves, saved)
     check_starts(x, got.cpu(), most)
 

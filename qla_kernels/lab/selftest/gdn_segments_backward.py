@@ -6,7 +6,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from qla_kernels.gdn import heuristics
+from qla_kernels.gdn import plan
 from qla_kernels.gdn.launch import chains, segments
 from qla_kernels.gdn.plan import WARM_LOG_BOUND
 from qla_kernels.lab.selftest.cases import Cases, dtype_of, to
@@ -66,7 +66,7 @@ def _segment_map_bwd(variant: Any, given: tuple[Any, ...], device: str) -> None:
     (lengths, most, V, states, columns), limit = given
     x = case(lengths, dtype_of(variant), sizes=(variant.K, V), states=states)
     on_device, kept = to((x, prepared(x)), device)
-    with mock.patch.object(heuristics, "scan_columns", return_value=columns):
+    with mock.patch.object(plan, "scan_columns", return_value=columns):
         got = run(on_device, most, limit, kept)
     check(x, to(got, "cpu"))
 

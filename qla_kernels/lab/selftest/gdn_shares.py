@@ -6,24 +6,22 @@ from unittest import mock
 
 import torch
 
-from qla_kernels.gdn import heuristics, plan
-from qla_kernels.gdn.bands import Bands
+from qla_kernels.gdn import plan
 from qla_kernels.gdn.kernels.chain import shares as columns
 from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.launch.shares import share_out
 from qla_kernels.gdn.ops import GdnForward
+from qla_kernels.gdn.times import ForwardChoice
 from qla_kernels.lab.selftest.cases import Cases, to
 from qla_kernels.lab.selftest.gdn_calls import Call
 from qla_kernels.lab.selftest.gdn_forward import forward
 from qla_kernels.tile.constants import CHUNK
 
-KERNEL = heuristics.ForwardChoice(128, True)
-WHOLE, SHARED = plan.Plan(KERNEL, None), plan.Plan(KERNEL, None, shares=True)
+KERNEL = ForwardChoice(128, True)
+WHOLE, SHARED = plan.Plan(KERNEL), plan.Plan(KERNEL, None, shares=True)
 
 
-def both(
-    x: Call, taken: plan.Plan | Bands = SHARED, **options: Any
-) -> tuple[GdnForward, GdnForward]:
+def both(x: Call, taken: plan.Plan = SHARED, **options: Any) -> tuple[GdnForward, GdnForward]:
     """Returns the forward of whole items and of equal shares; their results have the same bits."""
     found = []
     for each in (WHOLE, taken):

@@ -3,10 +3,10 @@
 from typing import Any
 from unittest import mock
 
-from qla_kernels.gdn.heuristics import ForwardChoice
 from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.ops import GdnForward
 from qla_kernels.gdn.plan import Plan
+from qla_kernels.gdn.times import ForwardChoice
 from qla_kernels.lab.selftest.cases import Cases, dtype_of, to
 from qla_kernels.lab.selftest.gdn_calls import Call, small
 from qla_kernels.lab.selftest.gdn_forward import check, check_saved, forward

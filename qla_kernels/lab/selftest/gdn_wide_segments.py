@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels.gdn.heuristics import ForwardChoice
 from qla_kernels.gdn.launch import segments
 from qla_kernels.gdn.launch.tensors import chunk_table
 from qla_kernels.gdn.launch.wide_forward import solve_score
 from qla_kernels.gdn.launch.wide_segments import wide_maps, wide_scan, wide_windows
 from qla_kernels.gdn.ops import GdnForward
 from qla_kernels.gdn.plan import WARM_LOG_BOUND, Plan
+from qla_kernels.gdn.times import ForwardChoice
 from qla_kernels.lab.selftest.cases import Cases, dtype_of, to
 from qla_kernels.lab.selftest.gdn_calls import Call, small
 from qla_kernels.lab.selftest.gdn_forward import check

@@ -1,10 +1,10 @@
 /* The plan of a batch whose lengths the host knows. Included by launcher.c.
 
    Training has new lengths in every step. To plan them in Python takes the host longer than all
-   launches of the call, so this file repeats the functions of gdn/plan.py, dealing.py, keeping.py
-   and durations.py, which keep their names here and are explained there. Constants come from there,
-   too. tests/native/plans.py compares the answers, which are equal. All of it runs under
-   the GIL, so tables are static.
+   launches of the call, so this file repeats the functions of gdn/lengths.py, times.py, plan.py
+   and choices.py that plan known lengths. They keep their names here and are explained there.
+   Constants come from there, too. tests/native/plans.py compares the answers, which are equal. All
+   of it runs under the GIL, so tables are static.
 
    `lengths` are pairs (chunks, how many have that many), in ascending order of chunks. */
 
@@ -54,7 +54,7 @@ static int64_t rounded(int64_t chunks) {
     return (chunks + unit / 2) / unit * unit;
 }
 
-/* ---- durations.py ---- */
+/* ---- times.py ---- */
 
 static int64_t total(const Lengths *x) {
     int64_t sum = 0;
@@ -182,7 +182,7 @@ static double cut_backward(const Lengths *x, const Lengths *pieces, const Shape 
     return maps(x, pieces, s, bound, 0, 1) + gradient_pieces(x, pieces, s, bound);
 }
 
-/* ---- plan.py ---- */
+/* ---- lengths.py, plan.py ---- */
 
 static int64_t num_segments(const Lengths *x, int64_t most) {
     int64_t sum = 0;
@@ -324,7 +324,7 @@ static int kept_is_faster(const Lengths *x, const Shape *s, int64_t most, double
     return gradient_pieces(x, &pieces, s, bound) <= of.kept_gain * both_chains(x, s, &width);
 }
 
-/* ---- dealing.py, keeping.py ---- */
+/* ---- order, and keeping segments ---- */
 
 static double dealt(const int64_t *chunks, int64_t n, double step, int64_t ctas, int64_t sms) {
     struct { double when; int64_t idle; } free[DEALT] = {{0, sms}}, next;
