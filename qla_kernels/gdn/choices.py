@@ -7,7 +7,8 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from qla_kernels.gdn import bands, lengths, plan, times
+from qla_kernels.gdn import bands, lengths, times
+from qla_kernels.gdn import plan as gdn_plan
 from qla_kernels.gdn.lengths import Lengths, cut_lengths, num_items
 from qla_kernels.gdn.plan import Plan
 from qla_kernels.gdn.shapes import WIDE, key_room
@@ -42,13 +43,13 @@ def forward(
     """
     wide = shape[1] == WIDE
     if not (batch.known or one_path or wide):
-        made = decided(bands.forward, batch.size, shape, warm_log_bound)
-        alone = len(made.bands) == 1 and not made.bands[0].segments
-        return made.of_whole(made.kernel) if alone else made
-    made = decided(plan.forward, batch.chunks, shape, warm_log_bound, False, not one_path)
+        plan = decided(bands.forward, batch.size, shape, warm_log_bound)
+        alone = len(plan.bands) == 1 and not plan.bands[0].segments
+        return plan.of_whole(plan.kernel) if alone else plan
+    plan = decided(gdn_plan.forward, batch.chunks, shape, warm_log_bound, False, not one_path)
     if len(batch.chunks) > 1 and batch.in_order is not None and not (one_path or wide):
-        made = plan.in_order(made, batch.in_order(), shape)
-    return made
+        plan = gdn_plan.in_order(plan, batch.in_order(), shape)
+    return plan
 
 
 def backward(
@@ -69,19 +70,19 @@ def backward(
     if kept_capacity is not None:
         num_sequences, num_tokens = batch.size
         most = max(1, num_tokens // CHUNK // max(1, kept_capacity - num_sequences))  # `capacity`
-        return decided(plan.chains, batch.chunks, shape, bound, auto_cp, most)
+        return decided(gdn_plan.chains, batch.chunks, shape, bound, auto_cp, most)
     if auto_cp and not batch.known:
         return decided(bands.backward, batch.size, shape, bound)
-    return decided(plan.chains, batch.chunks, shape, bound, auto_cp)
+    return decided(gdn_plan.chains, batch.chunks, shape, bound, auto_cp)
 
 
 def keeps(
-    batch: BatchLengths, num_heads: int, shape: Shape, warm_log_bound: float, made: Plan
+    batch: BatchLengths, num_heads: int, shape: Shape, warm_log_bound: float, plan: Plan
 ) -> bool:
     """Returns whether a training forward keeps its segments for its backward, where the caller
-    leaves it open; `made` is its plan.
+    leaves it open; `plan` is that of the forward.
     """
-    chunks, unknown = ((), batch.size) if made.bands else (batch.chunks, None)
+    chunks, unknown = ((), batch.size) if plan.bands else (batch.chunks, None)
     return decided(is_worth_keeping, chunks, num_heads, shape, warm_log_bound, unknown)
 
 
@@ -105,25 +106,26 @@ def is_worth_keeping(
         unknown: the numbers of sequences and of tokens, if the device alone knows the lengths.
     """
     if unknown is None:
-        made, samples = plan.forward(sequences, shape, warm_log_bound), [sequences]
+        plan = gdn_plan.forward(sequences, shape, warm_log_bound, False, True)  # as `forward` asks
+        samples = [sequences]
         size = num_items(sequences), CHUNK * lengths.total(sequences)
     else:
-        made = bands.forward(unknown, shape, warm_log_bound)
+        plan = bands.forward(unknown, shape, warm_log_bound)
         samples, size = lengths.likely(*bands.rounded_size(*unknown)), unknown
-    if made.whole or not made.has_segments:
+    if plan.whole or not plan.has_segments:
         return False
     saved = size[1] * saved_bytes(num_heads, shape)
-    if kept_bytes(made.capacity(*size), shape) > KEEPING_SHARE * saved:
+    if kept_bytes(plan.capacity(*size), shape) > KEEPING_SHARE * saved:
         return False
-    cuts = [(x, made.cut(x)) for x in samples]
+    cuts = [(x, plan.cut(x)) for x in samples]
     return all(most is not None and is_faster(x, most, shape, warm_log_bound) for x, most in cuts)
 
 
 def is_faster(sequences: Lengths, most: int, shape: Shape, warm_log_bound: float) -> bool:
     """Returns whether a backward is faster with a forward's segments, of at most `most` chunks."""
-    bound = plan.gradient_bound(warm_log_bound)
+    bound = gdn_plan.gradient_bound(warm_log_bound)
     kept = times.gradient_pieces(sequences, cut_lengths(sequences, most), shape, bound)
-    own = plan.backward(sequences, shape, bound)
+    own = gdn_plan.backward(sequences, shape, bound)
     if own is None:
         alone = times.both_chains(sequences, shape)[1]
     else:
