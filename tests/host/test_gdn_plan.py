@@ -13,15 +13,16 @@ from qla_kernels.gdn.plan import EXACT_LOG_BOUND, WARM_LOG_BOUND, Plan
 from qla_kernels.gdn.times import ForwardChoice
 
 SMS = 132
-NARROW, WIDE, GIVEN = ForwardChoice(64, True), ForwardChoice(128, True), ForwardChoice(128, False)
+NARROW, WIDE = ForwardChoice(64, True), ForwardChoice(128, True)
+EXACT = {"warm_log_bound": EXACT_LOG_BOUND}
 
 
 def shape(heads: int, K: int = 128, V: int = 128) -> tuple[int, int, int, int]:
     return heads, K, V, SMS
 
 
-def choose(lengths: list[int], heads: int, V: int = 128, **options) -> Plan:
-    return plan.forward(sequence_chunks(0, 0, lengths), shape(heads, V=V), **options)
+def choose(lengths: list[int], heads: int, K: int = 128, V: int = 128, **options) -> Plan:
+    return plan.forward(sequence_chunks(0, 0, lengths), shape(heads, K, V), **options)
 
 
 def segments(lengths: list[int], most: int) -> int:
@@ -77,28 +78,75 @@ def test_long_sequences_of_few_heads_are_cut_to_fill_the_gpu(lengths, heads):
         assert every.segment_chunks >= chosen.segment_chunks
 
 
-@pytest.mark.parametrize(
-    ("lengths", "heads", "bound", "most"),
-    [
-        ([2048], 8, WARM_LOG_BOUND, 7),
-        ([4096], 8, WARM_LOG_BOUND, 10),
-        ([4096], 8, EXACT_LOG_BOUND, 13),
-        ([8192], 8, WARM_LOG_BOUND, 16),
-        ([8192], 8, EXACT_LOG_BOUND, 15),
-        ([32768], 8, WARM_LOG_BOUND, 32),
-        ([32768], 8, EXACT_LOG_BOUND, 37),
-        ([32768], 16, WARM_LOG_BOUND, 64),
-        ([32768], 16, EXACT_LOG_BOUND, 64),
-        ([16384], 16, EXACT_LOG_BOUND, 37),
-        ([16384], 24, WARM_LOG_BOUND, 52),
-        ([32768], 24, WARM_LOG_BOUND, 47),
-        ([32768], 32, WARM_LOG_BOUND, 64),
-        ([24576, 8192], 24, EXACT_LOG_BOUND, 48),
-    ],
+WHOLE, SHARES, ITEMS = "whole sequences", "equal shares", "no equal shares"
+# What is chosen: whole sequences in a kernel or in any, the most chunks of a segment, or shares
+CHOSEN = (
+    # measured fastest, or within 2 %: docs/lessons.md
+    ([2048], 8, {}, 7),
+    ([4096], 8, {}, 10),
+    ([4096], 8, EXACT, 13),
+    ([8192], 8, {}, 16),
+    ([8192], 8, EXACT, 15),
+    ([32768], 8, {}, 32),
+    ([32768], 8, EXACT, 37),
+    ([32768], 16, {}, 64),
+    ([32768], 16, EXACT, 64),
+    ([16384], 16, EXACT, 37),
+    ([16384], 24, {}, 52),
+    ([32768], 24, {}, 47),
+    ([32768], 32, {}, 64),
+    ([24576, 8192], 24, EXACT, 48),
+    # short, or the GPU is full
+    *(([n] * (n >= 0), 8, {}, WHOLE) for n in (-1, 0, 1, 64, 1024)),
+    ([1024] * 8, 64, {}, WHOLE),
+    ([24576, 8192], 48, {}, WHOLE),  # docs/lessons.md: cut, 730 to 755 us; whole, 644
+    ([8192] * 4, 16, {}, NARROW),  # 128 CTAs, still one wave
+    ([2048] * 4, 32, {}, WIDE),  # one wide wave, too short to be worth two more launches
+    ([32768] * 4, 16, {}, NARROW),
+    ([8192] * 4, 64, {}, WIDE),  # A for so many heads costs more than the cheaper chunk saves
+    ([64], 1, {}, NARROW),
+    # a last wave would be half empty
+    ([8192] * 8, 24, {}, SHARES),
+    ([8192, 8192, 8192, 6000], 48, {}, SHARES),
+    ([2048] * 4, 48, {}, SHARES),
+    ([16384] * 4, 48, {}, SHARES),
+    ([8192] * 4, 48, {"K": 96}, SHARES),
+    # equal shares gain nothing, or there are none
+    ([64] * 64, 64, {}, ITEMS),
+    ([64] * 17, 8, {}, ITEMS),  # 136 items, but there is little to gain
+    ([8192] * 4, 24, {}, ITEMS),  # items fit a wave
+    ([8192], 48, {}, ITEMS),
+    ([32768, 0, 0, 0], 48, {}, ITEMS),  # one long sequence
+    *(([8192] * 4, 48, x, ITEMS) for x in ({"V": 64}, {"V": 192}, {"K": 64})),  # other kernels
+    *(([8192] * 4, 48, x, ITEMS) for x in ({"shares": False}, {"mapped": True})),
+    ([600] * 300, 32, {}, ITEMS),  # 9600 items
+    *(([0] * n, 8, {}, ITEMS) for n in (0, 1)),
 )
-def test_what_was_measured_fastest_is_chosen(lengths, heads, bound, most):
-    """Or within 2 %: docs/lessons.md."""
-    assert choose(lengths, heads, warm_log_bound=bound).segment_chunks == most
+
+
+@pytest.mark.parametrize(("lengths", "heads", "options", "expected"), CHOSEN)
+def test_what_is_chosen(lengths, heads, options, expected):
+    chosen = choose(lengths, heads, **options)
+    assert chosen.shares == (expected == SHARES)
+    if expected == SHARES:
+        assert over_others(lengths, heads) < plan.SHARES_GAIN
+    elif isinstance(expected, int):
+        assert chosen.segment_chunks == expected
+    elif expected != ITEMS:
+        assert chosen.segment_chunks is None
+        assert expected in (WHOLE, chosen.kernel)
+
+
+WHOLE_BACKWARDS = (
+    *((lengths, 8) for lengths in ([], [0], [1024])),
+    ([8192] * 4, 32),
+    *(([n], heads) for n in (4096, 8192, 16384, 32768) for heads in (32, 48, 64)),
+)
+
+
+@pytest.mark.parametrize(("lengths", "heads"), WHOLE_BACKWARDS)
+def test_a_backward_that_is_short_or_fills_the_gpu_stays_whole(lengths, heads):
+    assert plan.backward(sequence_chunks(0, 0, lengths), shape(heads)) is None
 
 
 @pytest.mark.parametrize(("tokens", "bound"), [(2048, -math.inf), (8192, WARM_LOG_BOUND)])
@@ -116,35 +164,8 @@ def test_keys_are_summed_up_only_for_long_windows(heads, bound):
     assert plan.gradient_bound(bound) == (bound if bound == WARM_LOG_BOUND else -math.inf)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "heads"),
-    [([], 8), ([0], 8), ([1], 8), ([64], 8), ([1024], 8), ([1024] * 8, 64), ([8192] * 4, 64)],
-)
-def test_what_is_short_or_fills_the_gpu_stays_whole(lengths, heads):
-    assert choose(lengths, heads).segment_chunks is None
-
-
-def test_short_sequences_fill_the_wave_of_a_long_one():
-    """docs/lessons.md: cut, 730 to 755 us; whole, 644."""
-    assert choose([24576, 8192], 48).segment_chunks is None
-
-
-@pytest.mark.parametrize(
-    ("sequences", "tokens", "heads", "kernel"),
-    [
-        (4, 8192, 16, NARROW),  # 128 CTAs, still one wave
-        (4, 2048, 32, WIDE),  # one wide wave, too short to be worth two more launches
-        (4, 32768, 16, NARROW),
-        (4, 8192, 64, WIDE),  # full: A for so many heads costs more than the cheaper chunk saves
-        (1, 64, 1, NARROW),
-    ],
-)
-def test_the_kernel_that_takes_less_time(sequences, tokens, heads, kernel):
-    chosen = choose([tokens] * sequences, heads)
-    assert chosen == plan.Plan(kernel, None, chosen.warm_log_bound)
-
-
 def test_narrow_values_have_narrow_tiles():
+    assert choose([32768], 8, V=64).kernel.tile_v == 64
     for sequences in (0, 1, 50, 70_000):
         chunks = sequence_chunks(sequences, 100 * sequences)
         assert plan.forward(chunks, shape(32, V=64)).kernel == NARROW
@@ -269,51 +290,11 @@ def test_order_changes_no_plan_that_cuts_or_fits_one_wave():
         assert plan.in_order(found, chunks, shape(heads)) is found
 
 
-@pytest.mark.parametrize(
-    ("lengths", "heads"),
-    [
-        ([8192] * 8, 24),
-        ([8192, 8192, 8192, 6000], 48),
-        ([2048] * 4, 48),
-        ([16384] * 4, 48),
-    ],
-)
-def test_shares_are_equal_where_a_last_wave_would_be_half_empty(lengths, heads):
-    assert choose(lengths, heads).shares
-    assert over_others(lengths, heads) < plan.SHARES_GAIN
-
-
-@pytest.mark.parametrize(
-    ("lengths", "heads", "options"),
-    [
-        ([64] * 64, 64, {}),
-        ([64] * 17, 8, {}),  # 136 items, but there is little to gain
-        ([8192] * 4, 24, {}),  # items fit a wave
-        ([8192], 48, {}),
-        ([32768, 0, 0, 0], 48, {}),  # one long sequence
-        ([8192] * 4, 48, {"V": 64}),  # another kernel
-        ([8192] * 4, 48, {"V": 192}),
-        ([8192] * 4, 48, {"shares": False}),
-        ([8192] * 4, 48, {"mapped": True}),
-        ([600] * 300, 32, {}),  # 9600 items
-        ([], 8, {}),
-        ([0], 8, {}),
-    ],
-)
-def test_whole_items_where_equal_shares_gain_nothing(lengths, heads, options):
-    assert not choose(lengths, heads, **options).shares
-
-
 def test_neighbours_far_apart_in_the_same_keys_take_longer():
     """Each group of heads then reads its keys more than once: 192 items, and 384 half as long."""
     far, near = (times.shares(((n, c),), shape(48)) for n, c in ((128, 4), (64, 8)))
     items = times.NEXT_ITEM * (384 - 192) / SMS
     assert near - items < 0.95 * far
-
-
-def test_equal_shares_are_of_keys_that_their_kernel_has():
-    row = sequence_chunks(4, 4 * 8192)
-    assert [plan.forward(row, shape(48, K)).shares for K in (64, 96, 128)] == [False, True, True]
 
 
 def test_only_the_long_sequence_of_a_ragged_batch_is_cut():
@@ -333,10 +314,6 @@ def test_cutting_has_to_pay(monkeypatch):
     monkeypatch.setattr(times, "CUT", {True: 200.0, False: 200.0})
     assert plan.forward(*row).segment_chunks is None
     plan.forward.cache_clear()
-
-
-def test_64_columns_of_v_take_a_kernel_that_has_them():
-    assert choose([32768], 8, V=64).kernel.tile_v == 64
 
 
 @pytest.mark.parametrize("lengths", [[1], [64], [1024] * 8, [32768], [300, 40000, 5]])
@@ -363,11 +340,6 @@ def test_a_backward_is_cut_for_the_same_reasons(heads):
     assert 0.7 < segments([32768], most) * heads / (SMS // 2) <= 3
 
 
-@pytest.mark.parametrize(("lengths", "heads"), [([], 8), ([0], 8), ([1024], 8), ([8192] * 4, 32)])
-def test_a_backward_that_is_short_or_fills_the_gpu_stays_whole(lengths, heads):
-    assert plan.backward(sequence_chunks(0, 0, lengths), shape(heads)) is None
-
-
 @pytest.mark.parametrize(
     ("lengths", "heads", "width"),
     [
@@ -381,12 +353,6 @@ def test_a_backward_that_is_short_or_fills_the_gpu_stays_whole(lengths, heads):
 def test_the_width_of_both_chains_of_a_backward(lengths, heads, width):
     """As measured: gdn-backward.md, section 18."""
     assert times.both_chains(sequence_chunks(0, 0, lengths), shape(heads))[0] == width
-
-
-@pytest.mark.parametrize("heads", [32, 48, 64])
-def test_a_backward_of_one_long_sequence_stays_whole_where_its_heads_fill_the_gpu(heads):
-    for length in (4096, 8192, 16384, 32768):
-        assert plan.backward(sequence_chunks(0, 0, [length]), shape(heads)) is None
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 /* The plan of a batch whose lengths the host knows. Included by launcher.c.
 
-   Training has new lengths in every step. To plan them in Python takes the host longer than all
-   launches of the call, so this file repeats the functions of gdn/lengths.py, times.py, plan.py
+   Training has new lengths in every step. To plan six of them for a forward and a backward takes
+   Python 0.5 ms, longer than all launches of the call, and C 3 us. So this file repeats the functions of gdn/lengths.py, times.py, plan.py
    and choices.py that plan known lengths. They keep their names here and are explained there.
    Constants come from there, too. tests/native/plans.py compares the answers, which are equal. All
    of it runs under the GIL, so tables are static.
