@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels.runtime.operators import define_direct
+from qla_kernels.runtime.op import define_direct
 from qla_kernels.runtime.programs import Programs
 
 SCHEMAS = {

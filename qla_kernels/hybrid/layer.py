@@ -8,15 +8,21 @@ from torch import Tensor
 from qla_kernels.conv import validate as conv
 from qla_kernels.dualkv.plan import SharedLayout
 from qla_kernels.gdn import chunk_gated_delta_rule
-from qla_kernels.gdn.validate import wants_gradients
 from qla_kernels.hybrid import conv_tables
 from qla_kernels.hybrid.delta import shared_prefix_gated_delta_rule
 from qla_kernels.hybrid.layouts import check_layout
 from qla_kernels.hybrid.recompute import Convolution, recomputed_rule
 from qla_kernels.norm import validate as norm
 from qla_kernels.norm.autograd import normalise
-from qla_kernels.runtime.arguments import checks_contents, flag, integer
-from qla_kernels.runtime.derivatives import refuse_forward_mode
+from qla_kernels.runtime.arguments import (
+    GATE_ACTIVATIONS,
+    check_activation,
+    check_epsilon,
+    checks_contents,
+    flag,
+    integer,
+)
+from qla_kernels.runtime.derivatives import refuse_forward_mode, wants_gradients
 from qla_kernels.runtime.errors import need
 from qla_kernels.runtime.sm90 import dtype_name, expect_tensors, require
 
@@ -94,7 +100,8 @@ def gated_delta_net(
     normed = flag(OP, "use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel)
     tables = _sequences(mixed_qkv, conv_weight, initial_state, cu_seqlens, layout)
     heads = (2 * H, K) if normed else None
-    norm.check_options(OP, norm_eps, z_activation)
+    check_epsilon(OP, "norm_eps", norm_eps)
+    check_activation(OP, "z_activation", z_activation, GATE_ACTIVATIONS)
     rows = mixed_qkv.mT  # as torch's convolutions take them
     conv.check_tensors(OP, rows, conv_weight, conv_bias, conv_activation)
     require(conv.refusal(rows, conv_weight, conv_bias, heads, op=OP))

@@ -25,7 +25,7 @@ from qla_kernels.hybrid import gated_delta_net
 from qla_kernels.integrations.linear_layers import KEY, check_row, refuse_replicas
 from qla_kernels.norm import gated_rms_norm, refusal
 from qla_kernels.norm.autograd import without_saving
-from qla_kernels.norm.validate import ACTIVATIONS
+from qla_kernels.runtime.arguments import GATE_ACTIVATIONS
 
 REGION = "region_of_qla_kernels"  # of layers that were taken over: a Region
 CACHES = ("cache", "cache_params")  # names of the second argument of a layer's forward
@@ -260,7 +260,7 @@ def _is_gated(norm: nn.Module) -> bool:
     known = _names(type(norm).forward) == (frozenset(NORM.split()), frozenset())
     return (
         known
-        and getattr(norm, "activation", None) in ACTIVATIONS
+        and getattr(norm, "activation", None) in GATE_ACTIVATIONS
         and type(getattr(norm, "variance_epsilon", None)) is float
     )
 

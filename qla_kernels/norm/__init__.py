@@ -1,9 +1,9 @@
 """RMSNorm with an output gate, behind a gated delta net.
 
 Reading order:
-    api.py, validate.py, autograd.py, ops.py   the public function, down to the torch operators
-    cpu.py                                     the operators on CPU tensors
-    launch.py, heuristics.py, shapes.py, kernels/   on a GPU
+    api.py, validate.py, autograd.py   the public function, its checks and its derivative
+    ops.py                             the torch operators, and what runs CPU tensors
+    launch.py, heuristics.py, shapes.py, kernels/  on a GPU
 """
 
 from qla_kernels.norm.api import gated_rms_norm

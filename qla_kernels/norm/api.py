@@ -3,7 +3,9 @@
 from torch import Tensor
 
 from qla_kernels.norm.autograd import normalise
-from qla_kernels.norm.validate import OP, check_options, check_packed, check_tensors, refusal
+from qla_kernels.norm.validate import CALL, OP, refusal
+from qla_kernels.runtime.arguments import GATE_ACTIVATIONS, check_activation, check_epsilon
+from qla_kernels.runtime.signature import check_packed
 from qla_kernels.runtime.sm90 import require
 
 
@@ -45,10 +47,11 @@ def gated_rms_norm(
         Unsupported: the arguments fit, but this version cannot run them; see
             `qla_kernels.norm.refusal`.
     """
-    check_tensors(OP, x, gate, weight)
-    check_options(OP, eps, activation)
+    sizes = CALL.check(OP, x=x, gate=gate, weight=weight, cu_seqlens=cu_seqlens)
+    check_epsilon(OP, "eps", eps)
+    check_activation(OP, "activation", activation, GATE_ACTIVATIONS)
     if cu_seqlens is not None:
-        check_packed(OP, x, cu_seqlens)
+        check_packed(OP, sizes.get("B", 1))
     require(refusal(x, gate, weight))
     tables = [] if cu_seqlens is None else [cu_seqlens]
     return normalise(x, gate, weight, tables, eps, activation != "sigmoid")

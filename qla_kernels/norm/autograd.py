@@ -12,15 +12,17 @@ from torch import Tensor
 
 from qla_kernels.norm import ops
 from qla_kernels.norm.validate import OP
-from qla_kernels.runtime.derivatives import refuse_second_derivative
+from qla_kernels.runtime.derivatives import refuse_second_derivative, wants_gradients
 
 
 def normalise(
     x: Tensor, gate: Tensor, weight: Tensor, tables: list[Tensor], eps: float, silu: bool
 ) -> Tensor:
     """Runs a call whose arguments have been checked."""
-    if not ops.wants_gradients(x, gate, weight):
-        return ops.forward(x, gate, weight, tables, eps, silu)  # autograd takes time
+    if not wants_gradients((x, gate, weight)):
+        return ops.gated_norm_fwd.replayed(
+            x, gate, weight, tables, eps, silu
+        )  # autograd takes time
     y: Tensor = GatedRMSNorm.apply(  # type: ignore[no-untyped-call]
         x, gate, weight, eps, silu, *tables
     )
@@ -36,14 +38,14 @@ class GatedRMSNorm(torch.autograd.Function):
     ) -> Tensor:
         ctx.eps, ctx.silu, ctx.unpacked = eps, silu, None
         ctx.save_for_backward(x, gate, weight, *tables)
-        return ops.forward(x, gate, weight, list(tables), eps, silu)
+        return ops.gated_norm_fwd.replayed(x, gate, weight, list(tables), eps, silu)
 
     @staticmethod
     @refuse_second_derivative(OP)
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, weight, *tables = ctx.unpacked or ctx.saved_tensors
         ctx.unpacked = None
-        done = ops.backward(dy, x, gate, weight, tables, ctx.eps, ctx.silu)
+        done = ops.gated_norm_bwd.replayed(dy, x, gate, weight, tables, ctx.eps, ctx.silu)
         return *done, None, None, *[None] * len(tables)
 
 
@@ -83,7 +85,9 @@ def without_saving(y: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor:
         if isinstance(kept, torch.Size):
             # kept for the norm's backward: activation checkpointing hands them out only once
             node.unpacked = x, gate, weight, *tables = node.saved_tensors
-            return ops.forward(x, gate, weight, tables, node.eps, node.silu).view(kept)
+            return ops.gated_norm_fwd.replayed(x, gate, weight, tables, node.eps, node.silu).view(
+                kept
+            )
         return kept if isinstance(kept, Tensor) else others[1](kept.value)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):

@@ -6,7 +6,7 @@ that names it. They do not wait for a GPU.
 
 import operator
 import os
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from numbers import Real
 from typing import Any
 
@@ -14,6 +14,10 @@ import torch
 from torch import Tensor
 
 from qla_kernels.runtime.errors import need
+from qla_kernels.runtime.sm90 import alternatives
+
+GATE_ACTIVATIONS = ("silu", "swish", "sigmoid")  # of an output gate
+NULL_SLOTS = (-1, 0)  # slots with which engines mark padding
 
 
 def switched_on(name: str) -> bool:
@@ -36,6 +40,27 @@ def check_words(op: str, name: str, x: Tensor) -> None:
     if (wrong := (x < fits.min) | (x > fits.max)).any():
         got, needs = f"{name} has {int(x[wrong][0])}", "numbers that fit in int32"
         raise ValueError(need(op, got, needs, f"look at what made {name}"))
+
+
+def check_activation(op: str, name: str, x: object, choices: Sequence[str | None]) -> None:
+    """Raises ValueError unless x is one of the activations that a function applies."""
+    if x not in choices:
+        fix = "apply any other one to the result"
+        raise ValueError(need(op, f"{name}={x!r}", alternatives(choices), fix))
+
+
+def check_epsilon(op: str, name: str, x: object) -> None:
+    """Raises ValueError unless x is a float that is not negative."""
+    if type(x) is not float or not 0 <= x < float("inf"):
+        needs, fix = "a float that is not negative", "pass the model's, such as 1e-6"
+        raise ValueError(need(op, f"{name} is {x!r}", needs, fix))
+
+
+def check_null_slot(op: str, null_slot: object) -> None:
+    """Raises ValueError unless null_slot is -1 or 0."""
+    if type(null_slot) is not int or null_slot not in NULL_SLOTS:
+        needs = "-1, or 0 where slot 0 of the pool is no state either"
+        raise ValueError(need(op, f"null_slot is {null_slot!r}", needs, "pass one of them"))
 
 
 def flag(op: str, name: str, x: Any) -> bool:

@@ -7,7 +7,7 @@ Calls without such derivatives pay next to nothing for the checks.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -30,6 +30,14 @@ def refuse_forward_mode(op: str, *tensors: object) -> None:
         fix = "use reverse mode, such as torch.autograd.grad or functional.jacobian"
         got, needs = "an input has a forward-mode tangent", "tensors without tangents"
         raise Unsupported(need(op, got, needs, fix))
+
+
+def wants_gradients(arguments: Iterable[object]) -> bool:
+    """Returns whether autograd would record a call with these arguments.
+
+    True if grad mode is on and at least one argument is a tensor that requires a gradient.
+    """
+    return torch.is_grad_enabled() and any(map(_needs_gradient, arguments))
 
 
 def _has_tangent(x: Tensor) -> bool:

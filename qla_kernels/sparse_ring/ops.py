@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qla_kernels.runtime.operators import define, skip_dispatcher
+from qla_kernels.runtime.op import define, skip_dispatcher
 from qla_kernels.runtime.programs import Programs
 from qla_kernels.sparse_ring import ring
 from qla_kernels.sparse_ring.build import build

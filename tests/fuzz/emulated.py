@@ -58,7 +58,7 @@ def install() -> None:
     _replace(step, conv_launch, "conv_update")
     _replace(verify, launch_recurrent, "gdn_verify")
     _replace(conv_ops, conv_launch, "conv_fwd", "conv_bwd")
-    _replace(norm_ops, norm_launch, "gated_norm_fwd", "gated_norm_bwd")
+    _run_on_cpu(norm_ops, norm_launch, "gated_norm_fwd", "gated_norm_bwd")
     dualkv_ops.dualkv_fwd, dualkv_ops.dualkv_bwd = _dualkv_fwd, _dualkv_bwd
     for module in (build, gradients, ring):
         assert callable(module.launches)
@@ -70,6 +70,12 @@ def _replace(module: Any, by: Any, *names: str) -> None:
     for name in names:
         assert hasattr(module, name), f"{module.__name__} has no {name}"
         setattr(module, name, getattr(by, name))
+
+
+def _run_on_cpu(operators: Any, launches: Any, *names: str) -> None:
+    """Lets the operators of a module run launch code on CPU tensors."""
+    for name in names:
+        getattr(operators, name).on_cpu = getattr(launches, name)
 
 
 def _dualkv_fwd(q: Any, k: Any, v: Any, nodes: Any, scale: float, q_shift: int) -> Any:

@@ -14,7 +14,7 @@ from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
 from qla_kernels.gdn.decode import api as decode_api
 from qla_kernels.gdn.plan import EXACT_LOG_BOUND, WARM_LOG_BOUND
 from qla_kernels.runtime.errors import Unsupported
-from qla_kernels.runtime.operators import schema
+from qla_kernels.runtime.op import schema
 from tests.gdn_calls import call
 
 RECORDS = (Call, SavedForward, Incoming, Options)
@@ -24,7 +24,7 @@ KEYWORDS = {"enable_fwd_cp_cache", "warm_log_bound"}  # of FLA's **kwargs
 
 
 def test_a_schema_follows_from_the_fields():
-    assert schema((Incoming,), torch.Tensor) == (
+    assert schema({"incoming": Incoming}, torch.Tensor, {}) == (
         "(Tensor do, Tensor? dht, bool output_dh0) -> Tensor"
     )
     for op, records in (("gdn_fwd", (Call, Options)), ("gdn_bwd", RECORDS)):
@@ -37,7 +37,7 @@ def test_a_type_without_a_place_in_schemas_is_refused():
         x: dict
 
     with pytest.raises(KeyError):
-        schema((Odd,), torch.Tensor)
+        schema({"odd": Odd}, torch.Tensor, {})
 
 
 @pytest.mark.parametrize(

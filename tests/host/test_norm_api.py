@@ -242,7 +242,10 @@ def test_what_a_hopper_gpu_takes():
         ("eps is -1.0", {"eps": -1.0}),
         ("activation='relu'; need silu, swish or sigmoid", {"activation": "relu"}),
         ("cu_seqlens is float32", {"cu_seqlens": torch.zeros(2)}),
-        ("cu_seqlens is empty", {"cu_seqlens": torch.zeros(0, dtype=torch.int32)}),
+        (
+            "cu_seqlens has shape (0,); need [sequences + 1]",
+            {"cu_seqlens": torch.zeros(0, dtype=torch.int32)},
+        ),
         ("cu_seqlens is on meta", {"cu_seqlens": torch.zeros(2, device="meta").int()}),
     ],
 )

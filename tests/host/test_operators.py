@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_map_only
 
 from qla_kernels import chunk_gated_delta_rule, shared_prefix_attention
 from qla_kernels.dualkv import SharedLayout
-from qla_kernels.runtime.operators import skip_dispatcher
+from qla_kernels.runtime.op import skip_dispatcher
 from tests.dualkv_inputs import qkv
 from tests.gdn_calls import call, gradients, leaves
 

@@ -109,8 +109,8 @@ shard_ops.gdn_shard_fwd = shard_launch.gdn_shard_fwd
 shard_ops.gdn_shard_bwd = shard_launch.gdn_shard_bwd
 exchange.group_named = lambda _: SimpleNamespace(rank=lambda: 1)  # type: ignore[assignment, return-value]
 conv_ops.conv_fwd, conv_ops.conv_bwd = conv_launch.conv_fwd, conv_launch.conv_bwd
-norm_ops.gated_norm_fwd = norm_launch.gated_norm_fwd
-norm_ops.gated_norm_bwd = norm_launch.gated_norm_bwd
+norm_ops.gated_norm_fwd.on_cpu = norm_launch.gated_norm_fwd
+norm_ops.gated_norm_bwd.on_cpu = norm_launch.gated_norm_bwd
 conv_update.conv_update = hybrid_step.conv_update = conv_launch.conv_update
 packed.gdn_recurrent_slots = decode_launch.gdn_recurrent_slots
 packed.gdn_recurrent_norm = decode_launch.gdn_recurrent_norm
@@ -443,7 +443,7 @@ def gated_norm() -> None:
     """With a gate that is a slice of a projection, and packed."""
     x, weight = torch.zeros(300, 4, 128, dtype=torch.bfloat16), torch.zeros(128)
     z = torch.zeros(300, 600, dtype=torch.bfloat16)[:, 8:520].unflatten(1, (4, 128))
-    tables = norm_ops._FORWARDS, norm_ops._BACKWARDS
+    tables = norm_ops.gated_norm_fwd.programs, norm_ops.gated_norm_bwd.programs
     for bounds in (None, torch.tensor([0, 7, 290]), torch.tensor([0, 7, 290], dtype=torch.int32)):
 
         def run(*given: Tensor, bounds: Tensor | None = bounds) -> Tensor:

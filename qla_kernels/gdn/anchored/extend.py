@@ -13,7 +13,7 @@ from torch import Tensor
 from qla_kernels.gdn import ops
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.shapes import NEW_TOKENS, TAIL_PLACES
-from qla_kernels.runtime.operators import Overwritten
+from qla_kernels.runtime.op import Overwritten
 from qla_kernels.tile.constants import CHUNK
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of a number

@@ -20,7 +20,7 @@ from qla_kernels.gdn.ops import checked, state_dtype
 from qla_kernels.runtime.arguments import check_words
 from qla_kernels.runtime.cpu import reference
 from qla_kernels.runtime.errors import Unsupported, need
-from qla_kernels.runtime.operators import (
+from qla_kernels.runtime.op import (
     Overwritten,
     define_on_records,
     imported_late,

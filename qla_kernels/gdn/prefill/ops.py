@@ -15,7 +15,7 @@ from qla_kernels.gdn.ops import checked
 from qla_kernels.runtime.arguments import check_words
 from qla_kernels.runtime.cpu import reference
 from qla_kernels.runtime.errors import need
-from qla_kernels.runtime.operators import Overwritten, define_on_records, imported_late
+from qla_kernels.runtime.op import Overwritten, define_on_records, imported_late
 from qla_kernels.tile.constants import CHUNK
 
 PREFILL_OP = "prefill_gated_delta_rule"

@@ -15,7 +15,7 @@ from qla_kernels.gdn.call import Call, Options, SavedForward
 from qla_kernels.gdn.ops import GdnBackward, empty_gradients, state_dtype
 from qla_kernels.gdn.sharded.context import Facts
 from qla_kernels.gdn.sharded.layouts import Stretch, stretches
-from qla_kernels.runtime.operators import define_on_records, implementations
+from qla_kernels.runtime.op import define_on_records, implementations
 from qla_kernels.tile.constants import CHUNK
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.ops import GdnBackward, empty_gradients, state_dtype
 from qla_kernels.gdn.tree.tables import DeltaTables
-from qla_kernels.runtime.operators import define_on_records, implementations
+from qla_kernels.runtime.op import define_on_records, implementations
 from qla_kernels.tile.constants import CHUNK
 
 

@@ -1,0 +1,171 @@
+"""`Signature`: the tensors of a function as data, from which checks, refusals and fakes follow.
+
+    CALL = Signature("x [N, V] or [T, HV, V]; gate like x; weight [V] float; bounds [N + 1] int?")
+    CALL.check("f", x=x, gate=gate, weight=weight, bounds=None)
+
+An entry is a name with a shape and a dtype, each of which may be left out; `?` at the end allows
+None. A size has a name, and is the same wherever this name is. `[N + 1]` has one more entry than N,
+and `V+` is at least 1. A shape may have several forms, of different ranks.
+
+    like x     the shape and the dtype of x
+    as x       x's dtype
+    wide x     x's dtype, or float32 if that has more bits
+    float      bfloat16, float16, float32 or float64
+    int        int32 or int64
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qla_kernels.runtime.derivatives import refuse_forward_mode
+from qla_kernels.runtime.errors import need
+from qla_kernels.runtime.sm90 import DTYPES, alternatives, dtype_name, expect_tensors, one_of
+
+FLOATS = (*DTYPES, torch.float32, torch.float64)
+KINDS = {"float": FLOATS, "int": (torch.int32, torch.int64)}
+
+_ENTRY = re.compile(r"(\w+)\s*(\[.*\])?\s*(?:(like|as|wide) (\w+)|(float|int))?(\?)?")
+_SIZE = re.compile(r"(\w+)(\+)?(?: \+ (\d+))?")
+
+BOUNDS = "cu_seqlens [sequences + 1] int?"  # the entry of bounds of packed sequences
+
+
+class Size(NamedTuple):
+    """One axis of a shape."""
+
+    name: str
+    extra: int  # entries beside those that the name counts
+    least: int  # that the name counts
+
+
+class Entry(NamedTuple):
+    """One tensor of a signature."""
+
+    name: str
+    forms: dict[int, tuple[Size, ...]]  # shapes, by rank; empty if any shape will do
+    rule: str | None  # "like", "as" or "wide" another tensor
+    other: str
+    dtypes: tuple[torch.dtype, ...] | None
+    optional: bool
+
+    @classmethod
+    def of(cls, text: str) -> "Entry":
+        """Returns the entry that a text such as "weight [V] float" describes."""
+        parts = _ENTRY.fullmatch(text.strip())
+        assert parts, text
+        name, shapes, rule, other, kind, optional = parts.groups()
+        forms = {}
+        for form in re.findall(r"\[(.*?)\]", shapes or ""):
+            axes = [_SIZE.fullmatch(axis).groups() for axis in form.split(", ")]  # type: ignore[union-attr]
+            forms[len(axes)] = tuple(Size(x, int(n or 0), len(plus or "")) for x, plus, n in axes)
+        return cls(name, forms, rule, other, KINDS.get(kind), optional is not None)
+
+    def empty(self, tensors: Mapping[str, Any], sizes: Mapping[str, int]) -> Tensor | None:
+        """Returns an uninitialised tensor of this entry, or None if it is like None."""
+        other: Tensor | None = tensors[self.other]
+        if other is None:
+            return None
+        if self.rule == "like":
+            return other.new_empty(other.shape)  # empty_like would keep strides
+        (form,) = self.forms.values()
+        wide = torch.float32 if self.rule == "wide" else other.dtype
+        shape = [sizes[size.name] + size.extra for size in form]
+        return other.new_empty(shape, dtype=torch.promote_types(other.dtype, wide))
+
+    def fits(self, shape: torch.Size, sizes: dict[str, int]) -> bool:
+        """Returns whether a tensor may have this shape; adds the sizes that it decides."""
+        if not self.forms:
+            return True
+        form = self.forms.get(len(shape))
+        if form is None:
+            return False
+        for (name, extra, least), n in zip(form, shape, strict=True):
+            if n - extra < least or sizes.setdefault(name, n - extra) != n - extra:
+                return False
+        return True
+
+    def needs(self, shape: torch.Size, sizes: Mapping[str, int]) -> str:
+        """Returns what the shape has to be as text, such as "[channels, width] with channels=8"."""
+        forms = list(self.forms.values())
+        letters = [f"[{', '.join(x + f' + {n}' * (n > 0) for x, n, _ in form)}]" for form in forms]
+        axes = [size for form in forms for size in form]
+        if len(forms) == 1 and all(x in sizes for x, *_ in axes):
+            return f"{letters[0]} = {tuple(sizes[x] + n for x, n, _ in axes)}"
+        also = [f"{x}={sizes[x]}" for x, *_ in axes if x in sizes]
+        if 0 in shape:
+            also += dict.fromkeys(f"{x} at least 1" for x, _, least in axes if least)
+        text = letters[0] if len(letters) == 1 else alternatives(letters)
+        return f"{text} with {', '.join(also)}" if also else text
+
+
+class Signature:
+    """The tensors of a function.
+
+    Attributes:
+        entries: one for each tensor, in the order in which they are checked.
+    """
+
+    def __init__(self, text: str, **fixes: str) -> None:
+        """Reads the entries of a text, which semicolons separate.
+
+        Args:
+            fixes: for an argument, what an error about its shape says to do.
+        """
+        self.entries = tuple(map(Entry.of, text.split(";")))
+        self.fixes = {"cu_seqlens": "pass 0 and the end of each sequence", **fixes}
+
+    def check(self, op: str, **tensors: Any) -> dict[str, int]:
+        """Returns the sizes by name.
+
+        Raises ValueError, which names `op`, unless the tensors have these shapes and dtypes and are
+        on the device of the first one. Raises Unsupported if one has a forward-mode tangent.
+        """
+        sizes: dict[str, int] = {}
+        first = self.entries[0].name
+        for entry in self.entries:
+            name, _, rule, other, dtypes, optional = entry
+            x = tensors[name]
+            if x is None and optional:
+                continue
+            if not isinstance(x, Tensor):
+                expect_tensors(op, **{name: x})
+            like: Any = tensors[other] if rule else None
+            if (x.shape != like.shape) if rule == "like" else not entry.fits(x.shape, sizes):
+                self._refuse_shape(op, entry, tensors)
+            if dtypes is not None and x.dtype not in dtypes:
+                got = f"{name} is {dtype_name(x.dtype)}"
+                raise ValueError(need(op, got, one_of(dtypes), "cast it"))
+            if rule and x.dtype != like.dtype:
+                got, needs = (
+                    f"{name} is {dtype_name(x.dtype)}",
+                    f"{dtype_name(like.dtype)}, as {other}",
+                )
+                raise ValueError(need(op, got, needs, "cast one of them"))
+            if x.device != tensors[first].device:
+                got, needs = f"{name} is on {x.device}", f"{tensors[first].device}, as {first}"
+                raise ValueError(need(op, got, needs, f"pass {name}.to({first}.device)"))
+        refuse_forward_mode(op, *tensors.values())
+        return sizes
+
+    def _refuse_shape(self, op: str, wrong: Entry, tensors: Mapping[str, Any]) -> None:
+        name, x, sizes = wrong.name, tensors[wrong.name], dict[str, int]()
+        for entry in self.entries[: self.entries.index(wrong)]:
+            if tensors[entry.name] is not None:
+                entry.fits(tensors[entry.name].shape, sizes)
+        if wrong.rule == "like":
+            needs = f"{tuple(tensors[wrong.other].shape)}, as {wrong.other} has"
+        else:
+            needs = wrong.needs(x.shape, sizes)
+        fix = self.fixes.get(name, f"reshape or expand {name}")
+        raise ValueError(need(op, f"{name} has shape {tuple(x.shape)}", needs, fix))
+
+
+def check_packed(op: str, batch: int) -> None:
+    """Raises ValueError unless a call with cu_seqlens has one row."""
+    if batch != 1:
+        got, needs = f"cu_seqlens with a batch of {batch}", "packed tokens: a batch of 1"
+        raise ValueError(need(op, got, needs, "pack the rows end to end"))
