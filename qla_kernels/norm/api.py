@@ -47,11 +47,11 @@ def gated_rms_norm(
         Unsupported: the arguments fit, but this version cannot run them; see
             `qla_kernels.norm.refusal`.
     """
-    sizes = CALL.check(OP, x=x, gate=gate, weight=weight, cu_seqlens=cu_seqlens)
+    CALL.check(OP, x, gate, weight, cu_seqlens)
     check_epsilon(OP, "eps", eps)
     check_activation(OP, "activation", activation, GATE_ACTIVATIONS)
     if cu_seqlens is not None:
-        check_packed(OP, sizes.get("B", 1))
+        check_packed(OP, x.shape[0] if x.dim() == 4 else 1)
     require(refusal(x, gate, weight))
     tables = [] if cu_seqlens is None else [cu_seqlens]
     return normalise(x, gate, weight, tables, eps, activation != "sigmoid")

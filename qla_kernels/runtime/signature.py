@@ -1,7 +1,7 @@
 """`Signature`: the tensors of a function as data, from which checks, refusals and fakes follow.
 
     CALL = Signature("x [N, V] or [T, HV, V]; gate like x; weight [V] float; bounds [N + 1] int?")
-    CALL.check("f", x=x, gate=gate, weight=weight, bounds=None)
+    CALL.check("f", x, gate, weight, None)
 
 An entry is a name with a shape and a dtype, each of which may be left out; `?` at the end allows
 None. A size has a name, and is the same wherever this name is. `[N + 1]` has one more entry than N,
@@ -15,7 +15,7 @@ and `V+` is at least 1. A shape may have several forms, of different ranks.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +49,7 @@ class Entry(NamedTuple):
     forms: dict[int, tuple[Size, ...]]  # shapes, by rank; empty if any shape will do
     rule: str | None  # "like", "as" or "wide" another tensor
     other: str
-    dtypes: tuple[torch.dtype, ...] | None
+    kind: str | None  # of KINDS
     optional: bool
 
     @classmethod
@@ -62,7 +62,7 @@ class Entry(NamedTuple):
         for form in re.findall(r"\[(.*?)\]", shapes or ""):
             axes = [_SIZE.fullmatch(axis).groups() for axis in form.split(", ")]  # type: ignore[union-attr]
             forms[len(axes)] = tuple(Size(x, int(n or 0), len(plus or "")) for x, plus, n in axes)
-        return cls(name, forms, rule, other, KINDS.get(kind), optional is not None)
+        return cls(name, forms, rule, other, kind, optional is not None)
 
     def empty(self, tensors: Mapping[str, Any], sizes: Mapping[str, int]) -> Tensor | None:
         """Returns an uninitialised tensor of this entry, or None if it is like None."""
@@ -107,6 +107,7 @@ class Signature:
 
     Attributes:
         entries: one for each tensor, in the order in which they are checked.
+        fits: a function of the tensors that returns whether they are as the entries say.
     """
 
     def __init__(self, text: str, **fixes: str) -> None:
@@ -117,51 +118,94 @@ class Signature:
         """
         self.entries = tuple(map(Entry.of, text.split(";")))
         self.fixes = {"cu_seqlens": "pass 0 and the end of each sequence", **fixes}
+        code = compile("\n".join(_lines(self.entries)), __file__, "exec")
+        names: dict[str, Any] = {"Tensor": Tensor, **KINDS}
+        exec(code, names)
+        self.fits: Callable[..., bool] = names["fits"]
 
-    def check(self, op: str, **tensors: Any) -> dict[str, int]:
-        """Returns the sizes by name.
+    def check(self, op: str, *tensors: Any) -> None:
+        """Raises ValueError, which names `op`, unless the tensors are as the entries say.
 
-        Raises ValueError, which names `op`, unless the tensors have these shapes and dtypes and are
-        on the device of the first one. Raises Unsupported if one has a forward-mode tangent.
+        They also have to be on the device of the first one. Raises Unsupported if one of them has a
+        forward-mode tangent.
         """
+        if not self.fits(*tensors):
+            self._refuse(
+                op, {entry.name: x for entry, x in zip(self.entries, tensors, strict=True)}
+            )
+        refuse_forward_mode(op, *tensors)
+
+    def _refuse(self, op: str, tensors: dict[str, Any]) -> None:
         sizes: dict[str, int] = {}
         first = self.entries[0].name
         for entry in self.entries:
-            name, _, rule, other, dtypes, optional = entry
+            name, _, rule, other, kind, optional = entry
             x = tensors[name]
             if x is None and optional:
                 continue
-            if not isinstance(x, Tensor):
-                expect_tensors(op, **{name: x})
+            expect_tensors(op, **{name: x})
             like: Any = tensors[other] if rule else None
-            if (x.shape != like.shape) if rule == "like" else not entry.fits(x.shape, sizes):
-                self._refuse_shape(op, entry, tensors)
-            if dtypes is not None and x.dtype not in dtypes:
-                got = f"{name} is {dtype_name(x.dtype)}"
-                raise ValueError(need(op, got, one_of(dtypes), "cast it"))
+            before = dict(sizes)
+            fix = self.fixes.get(name, f"reshape or expand {name}")
+            got = f"{name} has shape {tuple(x.shape)}"
+            if rule == "like" and x.shape != like.shape:
+                raise ValueError(need(op, got, f"{tuple(like.shape)}, as {other} has", fix))
+            if not entry.fits(x.shape, sizes):
+                raise ValueError(need(op, got, entry.needs(x.shape, before), fix))
+            got = f"{name} is {dtype_name(x.dtype)}"
+            if kind and x.dtype not in KINDS[kind]:
+                raise ValueError(need(op, got, one_of(KINDS[kind]), "cast it"))
             if rule and x.dtype != like.dtype:
-                got, needs = (
-                    f"{name} is {dtype_name(x.dtype)}",
-                    f"{dtype_name(like.dtype)}, as {other}",
-                )
+                needs = f"{dtype_name(like.dtype)}, as {other}"
                 raise ValueError(need(op, got, needs, "cast one of them"))
             if x.device != tensors[first].device:
                 got, needs = f"{name} is on {x.device}", f"{tensors[first].device}, as {first}"
                 raise ValueError(need(op, got, needs, f"pass {name}.to({first}.device)"))
-        refuse_forward_mode(op, *tensors.values())
-        return sizes
 
-    def _refuse_shape(self, op: str, wrong: Entry, tensors: Mapping[str, Any]) -> None:
-        name, x, sizes = wrong.name, tensors[wrong.name], dict[str, int]()
-        for entry in self.entries[: self.entries.index(wrong)]:
-            if tensors[entry.name] is not None:
-                entry.fits(tensors[entry.name].shape, sizes)
-        if wrong.rule == "like":
-            needs = f"{tuple(tensors[wrong.other].shape)}, as {wrong.other} has"
-        else:
-            needs = wrong.needs(x.shape, sizes)
-        fix = self.fixes.get(name, f"reshape or expand {name}")
-        raise ValueError(need(op, f"{name} has shape {tuple(x.shape)}", needs, fix))
+
+def _lines(entries: Sequence[Entry]) -> Iterator[str]:
+    """Yields the source of `Signature.fits`: a loop over entries would take twice the time."""
+    names = [entry.name for entry in entries]
+    sizes = {size.name for entry in entries for form in entry.forms.values() for size in form}
+    known, seen = set[str](), set[str]()  # sizes that are known here, or may be
+    yield f"def fits({', '.join(names)}):"
+    yield "".join(f"    size_{x} = None\n" for x in sorted(sizes))
+    for name, forms, rule, other, kind, optional in entries:
+        at = "        " if optional else "    "
+        if optional:
+            yield f"    if {name} is not None:"
+        yield f"{at}if not isinstance({name}, Tensor): return False"
+        if rule:
+            yield f"{at}if {name}.dtype != {other}.dtype: return False"
+        if rule == "like":
+            yield f"{at}if {name}.shape != {other}.shape: return False"
+        if kind:
+            yield f"{at}if {name}.dtype not in {kind}: return False"
+        if name != names[0]:
+            yield f"{at}if {name}.device != {names[0]}.device: return False"
+        if not forms:
+            continue
+        yield f"{at}shape = {name}.shape"
+        yield f"{at}rank = len(shape)"
+        for rank, form in forms.items():
+            yield f"{at}if rank == {rank}:"
+            yield f"{at}    {', '.join(f'n{axis}' for axis in range(rank))}, = shape"
+            for axis, (size, extra, least) in enumerate(form):
+                n = f"n{axis} - {extra}" if extra else f"n{axis}"
+                if least or extra:
+                    yield f"{at}    if {n} < {least}: return False"
+                if size in known:
+                    yield f"{at}    if {n} != size_{size}: return False"
+                elif size in seen:
+                    yield f"{at}    if size_{size} is None: size_{size} = {n}"
+                    yield f"{at}    elif size_{size} != {n}: return False"
+                else:
+                    yield f"{at}    size_{size} = {n}"
+        yield f"{at}if {' and '.join(f'rank != {rank}' for rank in forms)}: return False"
+        shared = set.intersection(*({size.name for size in form} for form in forms.values()))
+        seen |= {size.name for form in forms.values() for size in form}
+        known |= set() if optional else shared
+    yield "    return True"
 
 
 def check_packed(op: str, batch: int) -> None:
