@@ -1,9 +1,9 @@
 """The causal convolution in front of a gated delta net, with its bias and activation.
 
 Reading order:
-    api.py, validate.py, autograd.py, ops.py   the public function, down to the torch operators
-    update.py                                  the public function of one token, for decoding
-    cpu.py                                     the operators on CPU tensors
+    api.py, validate.py, autograd.py   the public function, its checks and its derivative
+    update.py                          the public function of one token, for decoding
+    ops.py                             the torch operators, and what runs CPU tensors
     launch.py, heuristics.py, shapes.py, kernels/   on a GPU
 
 The same operators serve trees of sequences; hybrid/ has the function and makes the tables.

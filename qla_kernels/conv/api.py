@@ -1,6 +1,5 @@
 """The public function `causal_conv1d`: checks a call, then refuses or runs it."""
 
-import torch
 from torch import Tensor
 
 from qla_kernels.conv.autograd import convolve
@@ -8,13 +7,10 @@ from qla_kernels.conv.validate import (
     OP,
     as_given,
     by_tokens,
-    check_bounds,
     check_norm,
-    check_packed,
     check_tensors,
     refusal,
 )
-from qla_kernels.runtime.arguments import checks_contents
 from qla_kernels.runtime.sm90 import require
 
 
@@ -60,21 +56,9 @@ def causal_conv1d(
         Unsupported: the arguments fit, but this version cannot run them; see
             `qla_kernels.conv.refusal`.
     """
-    check_tensors(OP, x, weight, bias, activation)
+    check_tensors(OP, x, weight, bias, activation, cu_seqlens)
     norm = check_norm(OP, qk_l2norm, x.shape[1])
-    rows = by_tokens(x)
-    tables: list[Tensor] = []
-    if cu_seqlens is not None:
-        check_packed(OP, rows, cu_seqlens)
-        tables = [cu_seqlens]
     require(refusal(x, weight, bias, norm))
-    if cu_seqlens is not None and _reads_bounds(cu_seqlens):
-        check_bounds(OP, rows.shape[1], cu_seqlens)
-    return as_given(convolve(rows, weight, bias, activation is not None, tables, norm), x)
-
-
-def _reads_bounds(cu_seqlens: Tensor) -> bool:
-    """Returns whether bounds are checked: on the CPU, and on a GPU under QLA_CHECK=1."""
-    if torch.compiler.is_compiling():
-        return False
-    return cu_seqlens.is_cpu or checks_contents()
+    tables = [] if cu_seqlens is None else [cu_seqlens]
+    silu = activation is not None
+    return as_given(convolve(by_tokens(x), weight, bias, silu, tables, norm), x)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qla_kernels.conv import ops
 from qla_kernels.conv.validate import OP
-from qla_kernels.runtime.derivatives import refuse_second_derivative
+from qla_kernels.runtime.derivatives import refuse_second_derivative, wants_gradients
 
 NO_NORM = (0, 0)
 
@@ -45,8 +45,8 @@ def convolve_sections(
 
     The backward reads their gradients where they are: nothing is put together.
     """
-    if not ops.wants_gradients(x, weight, bias):  # autograd takes time
-        y = ops.forward(x, weight, bias, tables, silu, *norm)
+    if not wants_gradients((x, weight, bias)):  # autograd takes time
+        y = ops.conv_fwd.replayed(x, weight, bias, tables, silu, *norm)
         return _sections(y, sizes)
     sections: tuple[Tensor, ...] = CausalConv.apply(  # type: ignore[no-untyped-call]
         x, weight, bias, silu, norm, tuple(sizes), *tables
@@ -70,14 +70,14 @@ class CausalConv(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.options = silu, *norm
         ctx.save_for_backward(x, weight, bias, *tables)
-        y = ops.forward(x, weight, bias, list(tables), silu, *norm)
+        y = ops.conv_fwd.replayed(x, weight, bias, list(tables), silu, *norm)
         return _sections(y, sizes)
 
     @staticmethod
     @refuse_second_derivative(OP)
     def backward(ctx: Any, dy: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, *tables = ctx.saved_tensors
-        done = ops.backward(dy, x, weight, bias, tables, *ctx.options, *others)
+        done = ops.conv_bwd.replayed(dy, x, weight, bias, tables, *ctx.options, *others)
         return *done, None, None, None, *[None] * len(tables)
 
 

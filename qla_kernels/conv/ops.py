@@ -1,4 +1,4 @@
-"""The operators as torch sees them: schemas, fake implementations and dispatch by device.
+"""The operators: their signatures, and what runs CPU tensors, which is the reference.
 
     conv_fwd, conv_bwd   the convolution of packed tokens, and its gradients
     conv_update          one token of each sequence, on a pool of last tokens
@@ -13,32 +13,20 @@ The first norm_heads * norm_size channels are heads that the convolution normali
 y may lie in three tensors: dy has that of the first channels, dy2 and dy3 those of the channels
 behind it, [B, T, channels of it] each, a multiple of 8.
 
-CPU tensors go to cpu.py and CUDA tensors to launch.py; each has a function named like the operator,
-and is imported when an operator first gets such a tensor. No result shares memory with an argument.
+CUDA tensors go to launch.py. No result shares memory with an argument.
 """
 
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
-from qla_kernels.runtime.op import define_direct
-from qla_kernels.runtime.programs import Programs
+from qla_kernels.conv.validate import SLOTS, UPDATE_OP
+from qla_kernels.runtime.contents import check_places
+from qla_kernels.runtime.cpu import reference
+from qla_kernels.runtime.op import Overwritten, op
 
-SCHEMAS = {
-    "conv_fwd": """(
-        Tensor x, Tensor weight, Tensor? bias, Tensor[] tables, bool silu, int norm_heads=0,
-        int norm_size=0
-    ) -> Tensor""",
-    "conv_bwd": """(
-        Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor[] tables, bool silu,
-        int norm_heads=0, int norm_size=0, Tensor? dy2=None, Tensor? dy3=None
-    ) -> (Tensor dx, Tensor dweight, Tensor? dbias)""",
-    "conv_update": """(
-        Tensor x, Tensor(a!) rows, Tensor weight, Tensor? bias, Tensor? indices, int null_slot,
-        bool silu, Tensor(b!) y, int norm_heads=0, int norm_size=0
-    ) -> ()""",
-}
+LAUNCHES = "qla_kernels.conv.launch"
 
 
 class ConvTables(NamedTuple):
@@ -58,61 +46,78 @@ class ConvTables(NamedTuple):
     readers: Tensor  # rows of other nodes' parts of each shared token, ascending
 
 
-class ConvForward(NamedTuple):
-    """The result of conv_fwd."""
-
-    y: Tensor  # [B, T, C] in x's dtype
-
-    def flat(self) -> tuple[Tensor | None, ...]:
-        return self
-
-
 class ConvBackward(NamedTuple):
-    """Results of conv_bwd; each has the shape and dtype of its input."""
+    """Results of conv_bwd, all contiguous."""
 
-    dx: Tensor
-    dweight: Tensor
-    dbias: Tensor | None
-
-    def flat(self) -> tuple[Tensor | None, ...]:
-        return self
+    dx: Annotated[Tensor, "like x"]
+    dweight: Annotated[Tensor, "like weight"]
+    dbias: Annotated[Tensor | None, "like bias"]
 
 
-def _fake_conv_fwd(x: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(x.shape)
+@op(LAUNCHES)
+def conv_fwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tables: list[Tensor],
+    silu: bool,
+    norm_heads: int = 0,
+    norm_size: int = 0,
+) -> Annotated[Tensor, "like x"]:
+    """Returns y [B, T, C], contiguous."""
+    heads, nodes = (norm_heads, norm_size), _nodes(x, tables)
+    y: Tensor = reference().conv.forward(x.flatten(0, 1), weight, bias, silu, *nodes, heads=heads)
+    return y.view(x.shape)
 
 
-def _fake_conv_bwd(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any
+@op(LAUNCHES)
+def conv_bwd(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tables: list[Tensor],
+    silu: bool,
+    norm_heads: int = 0,
+    norm_size: int = 0,
+    dy2: Tensor | None = None,
+    dy3: Tensor | None = None,
 ) -> ConvBackward:
-    dbias = None if bias is None else bias.new_empty(bias.shape)
-    return ConvBackward(x.new_empty(x.shape), weight.new_empty(weight.shape), dbias)
+    """Returns the gradients; the same bits each time."""
+    dy = torch.cat([part for part in (dy, dy2, dy3) if part is not None], 2)
+    heads, nodes = (norm_heads, norm_size), _nodes(x, tables)
+    done = reference().conv.backward(
+        dy.flatten(0, 1), x.flatten(0, 1), weight, bias, silu, *nodes, heads=heads
+    )
+    return ConvBackward(done.dx.view(x.shape), done.dweight.contiguous(), done.dbias)
 
 
-def _fake_conv_update(*_: Any) -> None:
-    return None
+@op(LAUNCHES)
+def conv_update(
+    x: Tensor,
+    rows: Overwritten,
+    weight: Tensor,
+    bias: Tensor | None,
+    indices: Tensor | None,
+    null_slot: int,
+    silu: bool,
+    y: Overwritten,
+    norm_heads: int = 0,
+    norm_size: int = 0,
+) -> None:
+    """Writes y [N, C], and the rows of the pool [slots, C, W - 1 or more] that are used."""
+    slots = torch.arange(len(x)) if indices is None else indices.long()
+    if indices is not None:
+        check_places(UPDATE_OP, SLOTS, indices, rows.shape[0], null_slot)
+    live = slots > null_slot
+    last = rows[..., : weight.shape[1] - 1]
+    heads = norm_heads, norm_size
+    results, after = reference().conv.update(x[live], last[slots[live]], weight, bias, silu, heads)
+    y.copy_(torch.zeros_like(y).index_put((live,), results))  # y may be x
+    last[slots[live]] = after
 
 
-HOMES = "qla_kernels.conv.launch", "qla_kernels.conv.cpu"  # for CUDA and CPU tensors
-
-# As this package calls them
-conv_fwd = define_direct("conv_fwd", SCHEMAS["conv_fwd"], _fake_conv_fwd, *HOMES)
-conv_bwd = define_direct("conv_bwd", SCHEMAS["conv_bwd"], _fake_conv_bwd, *HOMES)
-conv_update = define_direct("conv_update", SCHEMAS["conv_update"], _fake_conv_update, *HOMES)
-
-_FORWARDS, _BACKWARDS = Programs("conv_fwd"), Programs("conv_bwd")
-
-
-def forward(*arguments: Any) -> Tensor:
-    """Runs conv_fwd, replayed if possible."""
-    return _FORWARDS.run(lambda given: ConvForward(conv_fwd(*given)), (arguments,), ConvForward).y
-
-
-def backward(*arguments: Any) -> ConvBackward:
-    """Runs conv_bwd, replayed if possible."""
-    return _BACKWARDS.run(lambda given: ConvBackward(*conv_bwd(*given)), (arguments,), ConvBackward)
-
-
-def wants_gradients(*tensors: Tensor | None) -> bool:
-    """Returns whether grad mode is on and one of the tensors requires a gradient."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+def _nodes(x: Tensor, tables: list[Tensor]) -> list[Tensor]:
+    """Returns the bounds of nodes and, for a tree, their halo."""
+    B, T, _ = x.shape
+    return tables[:2] or [torch.arange(B + 1) * T]

@@ -5,14 +5,14 @@ from torch import Tensor
 
 from qla_kernels.conv.ops import conv_update
 from qla_kernels.conv.validate import (
+    SLOTS,
     UPDATE_OP,
     check_norm,
-    check_slots,
     check_update,
     refusal,
     refused_rows,
 )
-from qla_kernels.runtime.arguments import checks_contents
+from qla_kernels.runtime.contents import are_read, check_places
 from qla_kernels.runtime.errors import need
 from qla_kernels.runtime.programs import RECORD, Programs
 from qla_kernels.runtime.sm90 import refused_strides, require
@@ -103,6 +103,5 @@ def require_update(
     require(refused_rows(op, rows))
     if out is not None and out.is_cuda and (reason := refused_strides("out", out)):
         require(need(op, *reason))
-    checks = checks_contents() and not torch.compiler.is_compiling()
-    if checks and indices is not None and indices.is_cuda:
-        check_slots(op, indices, rows.shape[0], null_slot)
+    if indices is not None and indices.is_cuda and are_read(indices):
+        check_places(op, SLOTS, indices, rows.shape[0], null_slot)

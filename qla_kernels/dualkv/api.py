@@ -10,7 +10,8 @@ from qla_kernels.dualkv import ops
 from qla_kernels.dualkv.autograd import SharedPrefixAttention, natural_lse
 from qla_kernels.dualkv.plan import SharedLayout
 from qla_kernels.dualkv.validate import OP, check_contents, check_tensors, refusal
-from qla_kernels.runtime.arguments import checks_contents, flag
+from qla_kernels.runtime.arguments import flag
+from qla_kernels.runtime.contents import checks_contents
 from qla_kernels.runtime.sm90 import require
 
 

@@ -17,7 +17,8 @@ from qla_kernels.dualkv.logprobs import OP, target_logprobs
 from qla_kernels.dualkv.plan import SharedLayout, moved
 from qla_kernels.dualkv.validate import unfit_factor
 from qla_kernels.head import target_logprobs as logprobs_of_hidden
-from qla_kernels.runtime.arguments import checks_contents, flag, integer, number
+from qla_kernels.runtime.arguments import flag, integer, number
+from qla_kernels.runtime.contents import checks_contents
 from qla_kernels.runtime.errors import need
 from qla_kernels.runtime.sm90 import expect_tensors
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
-from qla_kernels.gdn.contents import check_bounds
 from qla_kernels.gdn.ops import GdnBackward, GdnForward, empty_cache
 from qla_kernels.gdn.validate import OP
+from qla_kernels.runtime.contents import check_bounds
 from qla_kernels.runtime.cpu import reference
 from qla_kernels.tile.constants import CHUNK
 

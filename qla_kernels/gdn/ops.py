@@ -24,7 +24,7 @@ from qla_kernels.gdn import contents
 from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
 from qla_kernels.gdn.shapes import key_room
 from qla_kernels.gdn.validate import OP
-from qla_kernels.runtime.arguments import checks_contents
+from qla_kernels.runtime.contents import checks_contents
 from qla_kernels.runtime.op import define_direct, define_on_records, implementations
 from qla_kernels.tile.constants import CHUNK
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from qla_kernels.head.parts import Parts
 from qla_kernels.runtime import device
-from qla_kernels.runtime.arguments import checks_contents, described, number
+from qla_kernels.runtime.arguments import described, number
+from qla_kernels.runtime.contents import checks_contents
 from qla_kernels.runtime.errors import need
 from qla_kernels.runtime.sm90 import CAPABILITY, DTYPES, Reason, dtype_name, expect_tensors, one_of
 

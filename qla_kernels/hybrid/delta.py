@@ -17,7 +17,8 @@ from qla_kernels.gdn.validate import (
 )
 from qla_kernels.hybrid.delta_tables import prepare
 from qla_kernels.hybrid.layouts import check_layout
-from qla_kernels.runtime.arguments import checks_contents, flag
+from qla_kernels.runtime.arguments import flag
+from qla_kernels.runtime.contents import checks_contents
 from qla_kernels.runtime.derivatives import refuse_forward_mode
 from qla_kernels.runtime.sm90 import require
 

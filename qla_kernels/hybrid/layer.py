@@ -18,7 +18,6 @@ from qla_kernels.runtime.arguments import (
     GATE_ACTIVATIONS,
     check_activation,
     check_epsilon,
-    checks_contents,
     flag,
     integer,
 )
@@ -103,7 +102,7 @@ def gated_delta_net(
     check_epsilon(OP, "norm_eps", norm_eps)
     check_activation(OP, "z_activation", z_activation, GATE_ACTIVATIONS)
     rows = mixed_qkv.mT  # as torch's convolutions take them
-    conv.check_tensors(OP, rows, conv_weight, conv_bias, conv_activation)
+    conv.check_tensors(OP, rows, conv_weight, conv_bias, conv_activation, cu_seqlens)
     require(conv.refusal(rows, conv_weight, conv_bias, heads, op=OP))
     require(norm.refusal(z, z, norm_weight, op=OP, names=("z", "z")))
     refuse_forward_mode(OP, z, norm_weight)
@@ -198,8 +197,4 @@ def _sequences(
         return list(conv_tables.prepare(layout, conv_weight.shape[-1]))
     if cu_seqlens is None:
         return []
-    conv.check_packed(OP, mixed_qkv, cu_seqlens)
-    is_read = cu_seqlens.is_cpu or checks_contents()
-    if is_read and not torch.compiler.is_compiling():
-        conv.check_bounds(OP, mixed_qkv.shape[1], cu_seqlens)
     return [cu_seqlens]

@@ -21,7 +21,8 @@ from qla_kernels.gdn.keywords import checked_flags, is_invariant, scale_of, warm
 from qla_kernels.gdn.tree.autograd import GatedDeltaTree
 from qla_kernels.gdn.validate import Gate, check_activations, check_tensors, refusal
 from qla_kernels.hybrid import delta_tables
-from qla_kernels.runtime.arguments import checks_contents, flag
+from qla_kernels.runtime.arguments import flag
+from qla_kernels.runtime.contents import checks_contents
 from qla_kernels.runtime.derivatives import refuse_forward_mode, refuse_second_derivative
 from qla_kernels.runtime.sm90 import require
 
@@ -51,7 +52,8 @@ class Convolution(NamedTuple):
 
     def run(self) -> list[Tensor]:
         """Returns q, k and v, without autograd."""
-        y = ops.forward(self.x, self.weight, self.bias, self.tables, self.silu, *self.norm)
+        inputs = self.x, self.weight, self.bias, self.tables
+        y = ops.conv_fwd.replayed(*inputs, self.silu, *self.norm)
         return self.heads(torch.split(y, list(self.widths()), -1))
 
     def sections(self) -> list[Tensor]:
@@ -179,5 +181,6 @@ class RecomputedRule(torch.autograd.Function):
         inner.needs_input_grad = (True,) * 3 + ctx.needs_input_grad[4 + plan.num_tables :]
         dq, dk, dv, *rest = plan.rule.backward(inner, *incoming)
         dy, dy2, dy3 = (each.flatten(-2) for each in (dq, dk, dv))
-        done = ops.backward(dy, x, weight, bias, tables, plan.silu, *plan.norm, dy2, dy3)
+        options = plan.silu, plan.norm[0], plan.norm[1]
+        done = ops.conv_bwd.replayed(dy, x, weight, bias, tables, *options, dy2, dy3)
         return None, *done, *[None] * plan.num_tables, *rest

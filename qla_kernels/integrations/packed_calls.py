@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from qla_kernels.integrations.linear_layers import KEY, PACK
 from qla_kernels.runtime import device
-from qla_kernels.runtime.arguments import checks_contents
+from qla_kernels.runtime.contents import checks_contents
 from qla_kernels.runtime.errors import Unsupported, need
 
 CACHES = ("cache", "past_key_values", "cache_params")

@@ -36,7 +36,7 @@ from qla_kernels.integrations.positions import check_positions
 from qla_kernels.integrations.routers import router_loss
 from qla_kernels.integrations.transformers import beside_layers_that_take_layouts, swap
 from qla_kernels.integrations.transformers import layers_that_take_layouts as linear_layers
-from qla_kernels.runtime.arguments import checks_contents
+from qla_kernels.runtime.contents import checks_contents
 from qla_kernels.runtime.errors import Unsupported, need
 
 __all__ = ["attend", "check", "prepare", "register", "router_loss", "select"]

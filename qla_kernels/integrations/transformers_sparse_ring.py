@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from qla_kernels.integrations.full_attention import anything_else, looks_ahead
 from qla_kernels.integrations.our_calls import expect_model, expect_model_or_config, watch
-from qla_kernels.runtime.arguments import checks_contents
+from qla_kernels.runtime.contents import checks_contents
 from qla_kernels.runtime.errors import Unsupported, need
 from qla_kernels.sparse_ring import (
     Dense,

@@ -8,11 +8,12 @@ from qla_kernels.runtime import device
 from qla_kernels.runtime.errors import need
 from qla_kernels.runtime.signature import BOUNDS, FLOATS, Signature
 from qla_kernels.runtime.sm90 import (
-    CAPABILITY,
     DTYPES,
     Reason,
     dtype_name,
     one_of,
+    refused_anywhere,
+    refused_device,
     refused_strides,
 )
 
@@ -65,25 +66,19 @@ def flattens(x: Tensor) -> bool:
 
 
 def _refused_everywhere(x: Tensor, weight: Tensor) -> Reason | None:
-    if x.device.type not in ("cpu", "cuda", "meta"):
-        return f"tensors are on {x.device.type}", "cpu or cuda", "move them"
     for name, tensor in (("x", x), ("weight", weight)):
         if tensor.dtype not in FLOATS:
             return f"{name} is {dtype_name(tensor.dtype)}", one_of(FLOATS), f"cast {name}"
-    return None
+    return refused_anywhere(x.device)
 
 
 def _refused_on_cuda(
     rows: dict[str, Tensor], weight: Tensor, capability: tuple[int, int]
 ) -> Reason | None:
-    if capability != CAPABILITY:
-        got = f"device capability {capability[0]}.{capability[1]}"
-        needs = f"{CAPABILITY[0]}.{CAPABILITY[1]} (Hopper)"
-        return got, needs, f"run on an H100 or H200, or {ELSEWHERE}"
-    both, (name, x) = " and ".join(rows), next(iter(rows.items()))
-    if x.dtype not in DTYPES:
-        got, needs = f"{name} is {dtype_name(x.dtype)}", f"{one_of(DTYPES)} on SM90"
-        return got, needs, f"cast {both}, or {ELSEWHERE}"
+    both = " and ".join(rows)
+    name, x = next(iter(rows.items()))
+    if reason := refused_device(capability, x.dtype, ELSEWHERE, f"{name} is"):
+        return reason
     if weight.dtype not in WEIGHTS:
         got = f"the norm's weight is {dtype_name(weight.dtype)}"
         return got, one_of(WEIGHTS), "cast it"

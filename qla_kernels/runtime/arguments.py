@@ -25,23 +25,6 @@ def switched_on(name: str) -> bool:
     return os.environ.get(name, "0") not in ("", "0")
 
 
-def checks_contents() -> bool:
-    """Returns True under QLA_CHECK=1: calls then also check the values that GPU tensors hold."""
-    return switched_on("QLA_CHECK")
-
-
-def check_words(op: str, name: str, x: Tensor) -> None:
-    """Raises ValueError unless all numbers of x fit in int32.
-
-    Kernels read only the low 32 bits of int64 numbers. Synchronizes if x is on a GPU. `op` and
-    `name` are the function and the argument that the error names.
-    """
-    fits = torch.iinfo(torch.int32)
-    if (wrong := (x < fits.min) | (x > fits.max)).any():
-        got, needs = f"{name} has {int(x[wrong][0])}", "numbers that fit in int32"
-        raise ValueError(need(op, got, needs, f"look at what made {name}"))
-
-
 def check_activation(op: str, name: str, x: object, choices: Sequence[str | None]) -> None:
     """Raises ValueError unless x is one of the activations that a function applies."""
     if x not in choices:

@@ -34,7 +34,7 @@ from typing import (
 import torch
 from torch import Tensor
 
-from qla_kernels.runtime.arguments import checks_contents
+from qla_kernels.runtime.contents import checks_contents
 from qla_kernels.runtime.native import recording
 from qla_kernels.runtime.native.placeholders import Placeholder
 from qla_kernels.runtime.programs import Programs

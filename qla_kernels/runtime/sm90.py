@@ -22,30 +22,40 @@ Reason = tuple[str, str, str]  # got, need, fix
 
 
 def refused_device(
-    capability: tuple[int, int], dtype: torch.dtype, elsewhere: str
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    elsewhere: str,
+    what: str = "q, k and v are",
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
 ) -> Reason | None:
     """Returns None if kernels run on this GPU in this dtype, else the reason why not.
 
-    A reason is (got, needs, fix), three texts for `errors.need`. Kernels need a Hopper GPU, and
-    bf16 or fp16.
+    A reason is (got, needs, fix), three texts for `errors.need`. Kernels need a Hopper GPU.
 
     Args:
         capability: compute capability of the GPU.
-        dtype: dtype of q, k and v.
+        dtype: dtype of the tensors that `what` names.
         elsewhere: what the caller can do instead: "use ...".
+        what: the tensors with a verb, for the text.
+        dtypes: those that kernels have.
     """
     if capability != CAPABILITY:
         got = f"device capability {capability[0]}.{capability[1]}"
         needs = f"{CAPABILITY[0]}.{CAPABILITY[1]} (Hopper)"
         return got, needs, f"run on an H100 or H200, or {elsewhere}"
-    if dtype not in DTYPES:
-        got = f"q, k and v are {dtype_name(dtype)}"
-        cast = (
-            f"cast them, as with x.to(torch.{dtype_name(DTYPES[0])}), in a model by torch.autocast"
-        )
-        fix = f"{cast}, or {elsewhere}"
-        return got, f"{one_of(DTYPES)} on SM90", fix
+    if dtype not in dtypes:
+        them = "it" if what.endswith(" is") else "them"
+        cast = f"x.to(torch.{dtype_name(DTYPES[0])}), in a model by torch.autocast"
+        fix = f"cast {them}, as with {cast}, or {elsewhere}"
+        return f"{what} {dtype_name(dtype)}", f"{one_of(dtypes)} on SM90", fix
     return None
+
+
+def refused_anywhere(device: torch.device, fix: str = "move them") -> Reason | None:
+    """Returns None if functions run on this device, or on meta tensors; else the reason."""
+    if device.type in ("cpu", "cuda", "meta"):
+        return None
+    return f"tensors are on {device.type}", "cpu or cuda", fix
 
 
 def refused_head_size(

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qla_kernels.runtime.arguments import checks_contents, flag
+from qla_kernels.runtime.arguments import flag
+from qla_kernels.runtime.contents import checks_contents
 from qla_kernels.runtime.derivatives import refuse_forward_mode
 from qla_kernels.runtime.sm90 import require
 from qla_kernels.sparse_ring import ops

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels.runtime.arguments import checks_contents, flag
+from qla_kernels.runtime.arguments import flag
+from qla_kernels.runtime.contents import checks_contents
 from qla_kernels.runtime.derivatives import refuse_forward_mode
 from qla_kernels.runtime.errors import Unsupported
 from qla_kernels.sparse_ring.agreement import tensor_facts

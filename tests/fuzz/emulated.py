@@ -12,7 +12,6 @@ import torch
 
 from qla_kernels.conv import launch as conv_launch
 from qla_kernels.conv import ops as conv_ops
-from qla_kernels.conv import update as conv_update
 from qla_kernels.dualkv import launch as dualkv_launch
 from qla_kernels.dualkv import ops as dualkv_ops
 from qla_kernels.dualkv import tables
@@ -25,7 +24,6 @@ from qla_kernels.gdn.launch import backward
 from qla_kernels.gdn.launch import forward as launch
 from qla_kernels.gdn.tree import launch as tree_launch
 from qla_kernels.gdn.tree import ops as tree_ops
-from qla_kernels.hybrid import step
 from qla_kernels.lab.emulator import case
 from qla_kernels.norm import launch as norm_launch
 from qla_kernels.norm import ops as norm_ops
@@ -54,10 +52,8 @@ def install() -> None:
     _replace(tree_ops, tree_launch, "gdn_tree_fwd", "gdn_tree_bwd")
     _replace(recurrent, launch_recurrent, "gdn_recurrent", "gdn_recurrent_slots")
     _replace(packed, launch_recurrent, "gdn_recurrent_slots", "gdn_recurrent_norm")
-    _replace(conv_update, conv_launch, "conv_update")
-    _replace(step, conv_launch, "conv_update")
     _replace(verify, launch_recurrent, "gdn_verify")
-    _replace(conv_ops, conv_launch, "conv_fwd", "conv_bwd")
+    _run_on_cpu(conv_ops, conv_launch, "conv_fwd", "conv_bwd", "conv_update")
     _run_on_cpu(norm_ops, norm_launch, "gated_norm_fwd", "gated_norm_bwd")
     dualkv_ops.dualkv_fwd, dualkv_ops.dualkv_bwd = _dualkv_fwd, _dualkv_bwd
     for module in (build, gradients, ring):

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from qla_kernels.runtime import arguments
-from qla_kernels.runtime.arguments import check_words, flag, integer, number
+from qla_kernels.runtime.arguments import flag, integer, number
+from qla_kernels.runtime.contents import check_words, checks_contents
 
 LEARNED = torch.ones((), requires_grad=True)
 
@@ -50,7 +51,7 @@ def test_variables_that_switch_something_on(value, on, monkeypatch):
     if value is not None:
         monkeypatch.setenv("QLA_CHECK", value)
     assert arguments.switched_on("QLA_CHECK") is on
-    assert arguments.checks_contents() is on
+    assert checks_contents() is on
 
 
 @pytest.mark.parametrize("wrong", [1 << 31, -(1 << 31) - 1, (1 << 32) + 1])

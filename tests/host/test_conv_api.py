@@ -384,7 +384,7 @@ def test_what_a_hopper_gpu_takes():
     ("text", "changed"),
     [
         ("x is of type list", {"x": [1]}),
-        ("x has 4 dimensions", {"x": torch.zeros(1, 1, 9, 5)}),
+        ("x has shape (1, 1, 9, 5)", {"x": torch.zeros(1, 1, 9, 5)}),
         ("weight has shape (4, 5)", {"weight": torch.zeros(4, 5)}),
         ("weight has shape (5, 1, 4)", {"weight": torch.zeros(5, 1, 4)}),
         ("bias has shape (4,)", {"bias": torch.zeros(4)}),

@@ -97,13 +97,13 @@ X, WEIGHT, POOL, SLOTS = torch.zeros(2, 8), torch.zeros(8, 4), torch.zeros(3, 8,
 WRONG_CONV = {
     "channels": ((X, POOL[:, :4], WEIGHT), {}, "conv_state has shape (3, 4, 3); need [slots, ch"),
     "places": ((X, POOL[..., :2], WEIGHT), {}, "conv_state has shape (3, 8, 2); need [slots, ch"),
-    "dtype": ((X, POOL.half(), WEIGHT), {}, "conv_state is float16 on cpu; need float32 on cpu"),
+    "dtype": ((X, POOL.half(), WEIGHT), {}, "conv_state is float16; need float32, as x"),
     "tokens": ((X[None], POOL, torch.zeros(2, 4)), {}, "x has shape (1, 2, 8); need [N, channels]"),
     "slots": ((X, POOL, WEIGHT, None, None, SLOTS), {}, "conv_state_indices is float32; need int"),
     "no slots": ((X, POOL[:1], WEIGHT), {}, "2 sequences and 1 slots, without conv_state_indices"),
     "one slot for two": (
         (X, POOL, WEIGHT, None, None, SLOTS.int()), {},
-        "conv_state_indices [0, 0]; need different slots below 3, or at most -1 for padding",
+        "conv_state_indices [0, 0], where 0 is there twice; need different ones, or negative",
     ),
     "low word": (
         (X, POOL, WEIGHT, None, None, SLOTS.long() - (1 << 32)), {},

@@ -131,8 +131,8 @@ def test_q_k_and_v_are_not_saved_with_recompute():
 def test_recompute_runs_the_convolution_again(monkeypatch):
     from qla_kernels.conv import ops
 
-    calls, forward = [], ops.forward
-    monkeypatch.setattr(ops, "forward", lambda *args: (calls.append(1), forward(*args))[1])
+    calls, forward = [], ops.conv_fwd.on_cpu
+    monkeypatch.setattr(ops.conv_fwd, "on_cpu", lambda *args: (calls.append(1), forward(*args))[1])
     for recompute, expected in ((False, 1), (True, 2)):
         calls.clear()
         y, _ = gated_delta_net(**inputs(1, 20), key_heads=H, recompute=recompute)

@@ -20,7 +20,6 @@ def case(kernel: str, variant: str) -> str:
 
 HOST = {
     "runtime/arguments.py": ["tests/host/test_arguments.py", CALLS, VERIFYING],
-    "conv/cpu.py": [DECODING, CONV],
     "conv/launch.py": ["tests/emulated/test_conv.py", "tests/emulated/test_decode_step.py"],
     "conv/validate.py": [DECODING, CONV],
     "runtime/cpu.py": ["tests/host/test_import.py"],

@@ -108,10 +108,12 @@ tree_ops.gdn_tree_fwd, tree_ops.gdn_tree_bwd = tree_launch.gdn_tree_fwd, tree_la
 shard_ops.gdn_shard_fwd = shard_launch.gdn_shard_fwd
 shard_ops.gdn_shard_bwd = shard_launch.gdn_shard_bwd
 exchange.group_named = lambda _: SimpleNamespace(rank=lambda: 1)  # type: ignore[assignment, return-value]
-conv_ops.conv_fwd, conv_ops.conv_bwd = conv_launch.conv_fwd, conv_launch.conv_bwd
-norm_ops.gated_norm_fwd.on_cpu = norm_launch.gated_norm_fwd
-norm_ops.gated_norm_bwd.on_cpu = norm_launch.gated_norm_bwd
-conv_update.conv_update = hybrid_step.conv_update = conv_launch.conv_update
+for _operators, _launches, _names in (
+    (conv_ops, conv_launch, ("conv_fwd", "conv_bwd", "conv_update")),
+    (norm_ops, norm_launch, ("gated_norm_fwd", "gated_norm_bwd")),
+):
+    for _name in _names:
+        getattr(_operators, _name).on_cpu = getattr(_launches, _name)
 packed.gdn_recurrent_slots = decode_launch.gdn_recurrent_slots
 packed.gdn_recurrent_norm = decode_launch.gdn_recurrent_norm
 gdn_pool.gdn_pool_extend = pool_launch.gdn_pool_extend
@@ -426,7 +428,7 @@ def many_nodes() -> None:
 def convolution() -> None:
     weight, bias = torch.zeros(64, 4, dtype=torch.bfloat16), torch.zeros(64)
     x = torch.zeros(1, 300, 64, dtype=torch.bfloat16)
-    tables = conv_ops._FORWARDS, conv_ops._BACKWARDS
+    tables = conv_ops.conv_fwd.programs, conv_ops.conv_bwd.programs
     names = _is_replayed(
         _step(lambda x, w, b: causal_conv1d(x.mT, w, b, "silu"), x, weight, bias), *tables
     )
@@ -459,8 +461,8 @@ def convolution_over_a_tree() -> None:
     x = torch.zeros(LAYOUT.num_tokens, 64, dtype=torch.bfloat16)
     names = _is_replayed(
         _step(lambda x, w: shared_prefix_conv1d(x, w, None, LAYOUT), x, weight),
-        conv_ops._FORWARDS,
-        conv_ops._BACKWARDS,
+        conv_ops.conv_fwd.programs,
+        conv_ops.conv_bwd.programs,
     )
     assert len(names) == 4
 

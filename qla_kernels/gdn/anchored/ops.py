@@ -16,7 +16,7 @@ from qla_kernels.gdn import cpu
 from qla_kernels.gdn.anchored.extend import Extension, Slots, extend, live_slots
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.ops import checked, l2norm_fwd, state_dtype
-from qla_kernels.runtime.arguments import check_words
+from qla_kernels.runtime.contents import check_words
 from qla_kernels.runtime.errors import need
 from qla_kernels.runtime.op import Overwritten, define_on_records, imported_late
 

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels.gdn import contents
 from qla_kernels.gdn.call import Call, Options
+from qla_kernels.gdn.contents import check_contents
 from qla_kernels.gdn.ops import checked, state_dtype
-from qla_kernels.runtime.arguments import check_words
+from qla_kernels.runtime import contents
+from qla_kernels.runtime.contents import check_words
 from qla_kernels.runtime.cpu import reference
 from qla_kernels.runtime.errors import Unsupported, need
 from qla_kernels.runtime.op import (
@@ -228,7 +229,7 @@ def _check_drafts(call: Call, drafts: Drafts, *_: Any) -> None:
 
 
 def _check_gates(call: Call, *_: Any) -> None:
-    contents.check_contents(OP, call)
+    check_contents(OP, call)
 
 
 def _no_backward(ctx: Any, *grads: Tensor | None) -> None:

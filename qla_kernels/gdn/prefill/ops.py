@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qla_kernels.gdn import contents
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.ops import checked
-from qla_kernels.runtime.arguments import check_words
+from qla_kernels.runtime import contents
+from qla_kernels.runtime.contents import check_words
 from qla_kernels.runtime.cpu import reference
 from qla_kernels.runtime.errors import need
 from qla_kernels.runtime.op import Overwritten, define_on_records, imported_late

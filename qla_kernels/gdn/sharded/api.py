@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qla_kernels.gdn import contents
 from qla_kernels.gdn.autograd import apply_sharded, normalised
 from qla_kernels.gdn.call import Call, Options
+from qla_kernels.gdn.contents import check_contents
 from qla_kernels.gdn.keywords import scale_of
 from qla_kernels.gdn.sharded import ops as shard_ops
 from qla_kernels.gdn.sharded.context import (
@@ -33,8 +33,8 @@ from qla_kernels.gdn.validate import (
     check_tensors,
     refusal,
 )
-from qla_kernels.runtime import device
-from qla_kernels.runtime.arguments import checks_contents
+from qla_kernels.runtime import contents, device
+from qla_kernels.runtime.contents import checks_contents
 from qla_kernels.runtime.derivatives import refuse_forward_mode
 from qla_kernels.runtime.errors import Unsupported, need
 from qla_kernels.runtime.sm90 import dtype_name, require
@@ -125,7 +125,7 @@ def _checked(
     _check_open_ends(place, q.shape[1], len(bounds[0]))
     if not torch.compiler.is_compiling():
         if checks_contents():
-            contents.check_contents(OP, call)
+            check_contents(OP, call)
         _check_part(place, q.shape[1], *bounds)
     others = options._asdict()
     facts = {
