@@ -4,8 +4,8 @@ Reading order:
     tokens.py, prompts.py, padded.py, prefix_tree.py, assemble.py   pack sequences into a batch
     batch.py, plan.py          the packed batch, and its layout: which token sees which
     logprobs.py, microbatch.py log-probabilities of targets; groups to micro-batches and ranks
-    api.py, validate.py, autograd.py, ops.py   the public function, down to the torch operators
-    cpu.py                     the operators on CPU tensors
+    api.py, validate.py, autograd.py   the public function, its checks and its derivative
+    ops.py                     the torch operators, and what runs CPU tensors
     launch.py, launch_backward.py, tables.py, shapes.py, heuristics.py, kernels/   on a GPU
     compat.py                  the argument form of other shared-prompt kernels
 """

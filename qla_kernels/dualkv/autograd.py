@@ -40,7 +40,7 @@ class SharedPrefixAttention(torch.autograd.Function):
         *tables: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         """Runs dualkv_fwd; returns (o, lse), lse None without return_lse."""
-        done = ops.forward(q, k, v, tables, scale, q_shift)
+        done = ops.dualkv_fwd.replayed(q, k, v, list(tables), scale, q_shift)
         ctx.set_materialize_grads(False)  # an unused lse costs no tensor of zeros
         ctx.scale, ctx.q_shift, ctx.deterministic = scale, q_shift, deterministic
         ctx.save_for_backward(q, k, v, done.o, done.lse2, *tables)
@@ -53,7 +53,7 @@ class SharedPrefixAttention(torch.autograd.Function):
         q, k, v, o, lse2, *tables = ctx.saved_tensors
         if do is None:  # only lse was used
             do = o.new_zeros(()).expand(o.shape)
-        grads = ops.backward(
+        grads = ops.dualkv_bwd.replayed(
             do, q, k, v, o, lse2, dlse, tables, ctx.scale, ctx.q_shift, ctx.deterministic
         )
         return *grads, *[None] * (4 + len(tables))

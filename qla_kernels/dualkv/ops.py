@@ -1,88 +1,73 @@
-"""The operators as torch sees them: schemas, fake implementations and dispatch by device.
+"""The operators: their signatures, and what runs CPU tensors, which is the reference.
 
     dualkv_fwd, dualkv_bwd   attention of packed tokens, and its gradients
 
 `tables` describe the batch: for CPU tensors the layout's nodes alone, for CUDA tensors the result
-of `SharedLayout.prepare`. Row i of q is token i + q_shift. CPU tensors go to cpu.py and CUDA
-tensors to launch.py; each has a function named like the operator, and is imported when an operator
-first gets such a tensor. No result shares memory with an argument.
+of `SharedLayout.prepare`. Row i of q is token i + q_shift. CUDA
+tensors go to launch.py. No result shares memory with an argument.
 
 Autograd is in autograd.py. For selective activation checkpointing name the operator:
 `torch.ops.qla_kernels.dualkv_fwd.default`.
 """
 
-from typing import Any, NamedTuple
+import math
+from typing import Annotated, NamedTuple
 
-import torch
 from torch import Tensor
 
-from qla_kernels.runtime.op import define_direct
-from qla_kernels.runtime.programs import Programs
+from qla_kernels.runtime.cpu import reference
+from qla_kernels.runtime.op import SymInt, op
 
-SCHEMAS = {
-    "dualkv_fwd": """(
-        Tensor q, Tensor k, Tensor v, Tensor[] tables, float scale, SymInt q_shift
-    ) -> (Tensor o, Tensor lse2)""",
-    "dualkv_bwd": """(
-        Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse2, Tensor? dlse,
-        Tensor[] tables, float scale, SymInt q_shift, bool deterministic
-    ) -> (Tensor dq, Tensor dk, Tensor dv)""",
-}
+LAUNCHES = "qla_kernels.dualkv.launch"
 
 
 class SharedForward(NamedTuple):
-    """Results of dualkv_fwd. Where this says fp32, it is fp64 if q is fp64."""
+    """Results of dualkv_fwd."""
 
-    o: Tensor  # [Tq, H, D] in q's dtype
-    lse2: Tensor  # [H, Tq] base 2, fp32
-
-    def flat(self) -> tuple[Tensor | None, ...]:
-        return self
+    o: Annotated[Tensor, "like q"]
+    lse2: Annotated[Tensor, "[H, Tq] wide q"]  # base 2
 
 
 class SharedBackward(NamedTuple):
-    """Results of dualkv_bwd; each has the shape and dtype of its input."""
+    """Results of dualkv_bwd, all contiguous."""
 
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-
-    def flat(self) -> tuple[Tensor | None, ...]:
-        return self
+    dq: Annotated[Tensor, "like q"]
+    dk: Annotated[Tensor, "like k"]
+    dv: Annotated[Tensor, "like v"]
 
 
-def _fake_dualkv_fwd(
-    q: Tensor, k: Tensor, v: Tensor, tables: list[Tensor], scale: float, q_shift: int
+@op(LAUNCHES)
+def dualkv_fwd(
+    q: Annotated[Tensor, "[Tq, H, D]"],
+    k: Tensor,
+    v: Tensor,
+    tables: list[Tensor],
+    scale: float,
+    q_shift: SymInt,
 ) -> SharedForward:
-    Tq, H, _ = q.shape
-    wide = torch.promote_types(q.dtype, torch.float32)
-    return SharedForward(q.new_empty(q.shape), q.new_empty(H, Tq, dtype=wide))
+    """Returns o and the base-2 lse of q's rows, from the reference."""
+    (nodes,) = tables
+    done = reference().dualkv.by_nodes(q, k, v, nodes, scale, q_shift)
+    return SharedForward(done.o, done.lse.contiguous() / math.log(2))
 
 
-def _fake_dualkv_bwd(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> SharedBackward:
-    return SharedBackward(
-        *(x.new_empty(x.shape) for x in (q, k, v))
-    )  # empty_like would keep strides
-
-
-HOMES = "qla_kernels.dualkv.launch", "qla_kernels.dualkv.cpu"  # for CUDA and CPU tensors
-
-# As this package calls them
-dualkv_fwd = define_direct("dualkv_fwd", SCHEMAS["dualkv_fwd"], _fake_dualkv_fwd, *HOMES)
-dualkv_bwd = define_direct("dualkv_bwd", SCHEMAS["dualkv_bwd"], _fake_dualkv_bwd, *HOMES)
-
-_FORWARDS, _BACKWARDS = Programs("dualkv_fwd"), Programs("dualkv_bwd")
-
-
-def forward(*arguments: Any) -> SharedForward:
-    """Runs dualkv_fwd, replayed if possible."""
-    return _FORWARDS.run(
-        lambda given: SharedForward(*dualkv_fwd(*given)), (arguments,), SharedForward
+@op(LAUNCHES)
+def dualkv_bwd(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse2: Tensor,
+    dlse: Tensor | None,
+    tables: list[Tensor],
+    scale: float,
+    q_shift: SymInt,
+    deterministic: bool,  # it always is
+) -> SharedBackward:
+    """Returns dq, dk and dv, contiguous, from the reference; always deterministic."""
+    (nodes,) = tables
+    grads = reference().dualkv.by_nodes_backward(
+        do, q, k, v, o, lse2 * math.log(2), dlse, nodes, scale, q_shift
     )
-
-
-def backward(*arguments: Any) -> SharedBackward:
-    """Runs dualkv_bwd, replayed if possible."""
-    return _BACKWARDS.run(
-        lambda given: SharedBackward(*dualkv_bwd(*given)), (arguments,), SharedBackward
-    )
+    return SharedBackward(*(x.contiguous() for x in grads))

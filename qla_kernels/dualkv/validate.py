@@ -9,20 +9,19 @@ q, k and v. `check_contents` reads the layout's values; it runs only under QLA_C
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from qla_kernels.dualkv.plan import SharedLayout, check_nodes, check_tout
 from qla_kernels.dualkv.shapes import HEAD_SIZES
 from qla_kernels.runtime import device
-from qla_kernels.runtime.derivatives import refuse_forward_mode
 from qla_kernels.runtime.errors import need
+from qla_kernels.runtime.signature import FLOATS, Signature
 from qla_kernels.runtime.sm90 import (
     DTYPES,
     Reason,
     dtype_name,
-    expect_tensors,
     one_of,
+    refused_anywhere,
     refused_device,
     refused_head_size,
     refused_strides,
@@ -30,7 +29,10 @@ from qla_kernels.runtime.sm90 import (
 
 OP = "shared_prefix_attention"
 
-CPU_DTYPES = (*DTYPES, torch.float32, torch.float64)
+ROWS = "pass one row for each packed token, x[0] of a batch of 1, and one head size"
+CALL = Signature(
+    "q [Tq, H+, D+]; k [T, Hk+, D]; v [T, Hk, D]; layout [T]", "T Tq", q=ROWS, k=ROWS, v=ROWS
+)
 NUMBERS = (int, float)
 ELSEWHERE = "use torch's flex_attention with the mask k <= q < layout.tout[k]"
 
@@ -65,14 +67,12 @@ def _reason(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Reason | No
         names = [dtype_name(x.dtype) for x in (q, k, v)]
         got = f"q is {names[0]}, k is {names[1]}, v is {names[2]}"
         return got, "one dtype", f"cast k and v to {names[0]}"
-    if q.dtype not in CPU_DTYPES:
+    if q.dtype not in FLOATS:
         fix = f"cast them to one of these, such as {dtype_name(DTYPES[0])}"
-        return f"q, k and v are {dtype_name(q.dtype)}", one_of(CPU_DTYPES), fix
+        return f"q, k and v are {dtype_name(q.dtype)}", one_of(FLOATS), fix
     if scale is not None and (wrong := unfit_factor("scale", scale)) is not None:
         return wrong, "a positive number", "scale q instead, or leave it out"
-    if q.device.type not in ("cpu", "cuda", "meta"):
-        return f"tensors are on {q.device.type}", "cpu or cuda", f"move them, or {ELSEWHERE}"
-    return None
+    return refused_anywhere(q.device, f"move them, or {ELSEWHERE}")
 
 
 def unfit_factor(name: str, x: Any) -> str | None:
@@ -111,32 +111,13 @@ def check_tensors(
     if not isinstance(layout, SharedLayout):
         got, fix = f"layout is of type {type(layout).__name__}", "pass batch.layout"
         raise ValueError(need(op, got, "a SharedLayout", fix))
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            expect_tensors(op, **{name: x})
-        if x.dim() != 3:
-            got, needs = f"{name} has {x.dim()} dimensions", "3: [T, heads, size]"
-            fix = f"pass {name}[0] if its first dimension is a batch of 1"
-            raise ValueError(need(op, got, needs, fix))
-    tokens, (_, H, D), Hk = layout.num_tokens, q.shape, k.shape[1]
-    if H == 0 or Hk == 0 or D == 0 or H % Hk:
-        got = f"H={H}, Hk={Hk}, D={D}"
+    tokens = layout.num_tokens
+    CALL.check(op, q, k, v, layout.tout, T=tokens, Tq=tokens - q_shift)
+    H, Hk = q.shape[1], k.shape[1]
+    if H % Hk:
+        got = f"H={H}, Hk={Hk}"
         fix = "give k and v a number of heads that divides that of q"
-        raise ValueError(need(op, got, "H a multiple of Hk, and none of them 0", fix))
-    for name, x, shape, letters in (
-        ("q", q, (tokens - q_shift, H, D), "[T, H, D]"),
-        ("k", k, (tokens, Hk, D), "[T, Hk, D]"),
-        ("v", v, (tokens, Hk, D), "[T, Hk, D]"),
-    ):
-        if x.shape != shape:
-            got, needs = f"{name} has shape {tuple(x.shape)}", f"{letters} = {shape}"
-            fix = "pass one row for each packed token of the layout, and one head size"
-            raise ValueError(need(op, got, needs, fix))
-    for name, x in (("k", k), ("v", v), ("layout", layout.tout)):
-        if x.device != q.device:
-            got, fix = f"{name} is on {x.device}", f"pass {name}.to(q.device)"
-            raise ValueError(need(op, got, f"{q.device}, as q", fix))
-    refuse_forward_mode(op, q, k, v)
+        raise ValueError(need(op, got, "H a multiple of Hk", fix))
 
 
 def check_contents(layout: SharedLayout) -> None:

@@ -4,8 +4,8 @@
 
 Reading order:
     api.py, validate.py, parts.py   the function, its checks, and the weights of a head's module
-    autograd.py, ops.py             its derivative, and the torch operators
-    cpu.py                          the operators on CPU tensors
+    autograd.py                     its derivative
+    ops.py                          the torch operators, and what runs CPU tensors
     launch.py, shapes.py, kernels/  on a GPU
 """
 

@@ -12,7 +12,6 @@ from qla_kernels.head.validate import (
     refusal,
     under_autocast,
 )
-from qla_kernels.runtime.derivatives import refuse_forward_mode
 from qla_kernels.runtime.sm90 import require
 
 
@@ -51,7 +50,6 @@ def target_logprobs(
     if under_autocast(hidden):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     parts = head_parts(op, head, hidden)
-    refuse_forward_mode(op, hidden, *parts)
     require(refusal(hidden, parts, op=op))
     check_vocabulary(op, targets, parts.weight.shape[0])
     order = None

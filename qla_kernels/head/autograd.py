@@ -59,8 +59,7 @@ def _gradients(ctx: Any, dlogprobs: Tensor, dentropy: Tensor) -> tuple[Tensor | 
     if order is not None:
         dlogprobs, dentropy = dlogprobs[order], dentropy[order]
     wanted = Wanted(*ctx.needs_input_grad[1:6])
-    grads = ops.head_bwd(
-        dlogprobs.contiguous(), dentropy.contiguous(), *inputs, targets, first, lse2, entropy,
-        *ctx.numbers, list(wanted),
-    )  # fmt: skip
+    upstream = dlogprobs.contiguous(), dentropy.contiguous()
+    saved: Any = *inputs, targets, first, lse2, entropy, *ctx.numbers, list(wanted)
+    grads = ops.head_bwd(*upstream, *saved)
     return None, *grads, *[None] * 6

@@ -1,4 +1,4 @@
-"""The operators as torch sees them: schemas, fake implementations and dispatch by device.
+"""The operators: their signatures, and what runs CPU tensors, which is the reference.
 
     head_fwd, head_bwd   log-probabilities of targets from hidden states, and the gradients
 
@@ -7,36 +7,27 @@ dtype of hidden is that of the products; weight, low and up are rounded to it, b
 targets [L] int32 are ascending by row: those of row r are first[r] .. first[r + 1] - 1, with first
 [N + 1] int32. Logits are divided by `temperature`, after a cap `softcap` (0: none).
 
-CPU tensors go to cpu.py and CUDA tensors to launch.py; each has a function named like the operator,
-and is imported when an operator first gets such a tensor. No result shares memory with an argument.
+CUDA tensors go to launch.py. No result shares memory with an argument.
 """
 
-from typing import Any, NamedTuple
+import math
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from qla_kernels.runtime.op import define_direct
+from qla_kernels.runtime.cpu import reference
+from qla_kernels.runtime.op import op
 
-SCHEMAS = {
-    "head_fwd": """(
-        Tensor hidden, Tensor weight, Tensor? bias, Tensor? low, Tensor? up, Tensor targets,
-        Tensor first, float temperature, float softcap
-    ) -> (Tensor logprobs, Tensor lse2, Tensor entropy)""",
-    "head_bwd": """(
-        Tensor dlogprobs, Tensor dentropy, Tensor hidden, Tensor weight, Tensor? bias, Tensor? low,
-        Tensor? up, Tensor targets, Tensor first, Tensor lse2, Tensor entropy, float temperature,
-        float softcap, bool[] wanted
-    ) -> (Tensor? dhidden, Tensor? dweight, Tensor? dbias, Tensor? dlow, Tensor? dup)""",
-}
+LAUNCHES = "qla_kernels.head.launch"
 
 
 class HeadForward(NamedTuple):
     """Results of head_fwd; fp32, or fp64 if hidden is."""
 
-    logprobs: Tensor  # [L]
-    lse2: Tensor  # [N] base 2
-    entropy: Tensor  # [N]
+    logprobs: Annotated[Tensor, "[L] wide hidden"]
+    lse2: Annotated[Tensor, "[N] wide hidden"]  # base 2
+    entropy: Annotated[Tensor, "[N] wide hidden"]
 
 
 class HeadBackward(NamedTuple):
@@ -59,21 +50,33 @@ class Wanted(NamedTuple):
     up: bool
 
 
-def _fake_head_fwd(
-    hidden: Tensor,
+def _fake_head_bwd(dlogprobs: Tensor, dentropy: Tensor, *others: Any) -> HeadBackward:
+    inputs = zip(others[:5], others[-1], strict=True)
+    return HeadBackward(*(x.new_empty(x.shape) if x is not None and w else None for x, w in inputs))
+
+
+@op(LAUNCHES)
+def head_fwd(
+    hidden: Annotated[Tensor, "[N, D]"],
     weight: Tensor,
     bias: Tensor | None,
     low: Tensor | None,
     up: Tensor | None,
-    targets: Tensor,
-    *_: Any,
+    targets: Annotated[Tensor, "[L]"],
+    first: Tensor,
+    temperature: float,
+    softcap: float,
 ) -> HeadForward:
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    sizes = targets.shape, hidden.shape[:1], hidden.shape[:1]
-    return HeadForward(*(hidden.new_empty(size, dtype=wide) for size in sizes))
+    """Returns log-probabilities, the base-2 lse and entropies, from the reference."""
+    ours = reference().head
+    done = ours.forward(
+        hidden, ours.Head(weight, bias, low, up), targets, first, temperature, softcap or None
+    )
+    return HeadForward(done.logprobs, done.lse / math.log(2), done.entropy)
 
 
-def _fake_head_bwd(
+@op(LAUNCHES, _fake_head_bwd)
+def head_bwd(
     dlogprobs: Tensor,
     dentropy: Tensor,
     hidden: Tensor,
@@ -81,14 +84,20 @@ def _fake_head_bwd(
     bias: Tensor | None,
     low: Tensor | None,
     up: Tensor | None,
-    *others: Any,
+    targets: Tensor,
+    first: Tensor,
+    lse2: Tensor,
+    entropy: Tensor,
+    temperature: float,
+    softcap: float,
+    wanted: list[bool],
 ) -> HeadBackward:
-    inputs = zip((hidden, weight, bias, low, up), others[-1], strict=True)
-    return HeadBackward(*(x.new_empty(x.shape) if x is not None and w else None for x, w in inputs))
-
-
-HOMES = "qla_kernels.head.launch", "qla_kernels.head.cpu"  # for CUDA and CPU tensors
-
-# As this package calls them
-head_fwd = define_direct("head_fwd", SCHEMAS["head_fwd"], _fake_head_fwd, *HOMES)
-head_bwd = define_direct("head_bwd", SCHEMAS["head_bwd"], _fake_head_bwd, *HOMES)
+    """Returns the gradients from the reference, None for those that are not wanted."""
+    ours = reference().head
+    of_rows = torch.zeros_like(entropy).index_add(0, ours.rows_of(first), dentropy.to(entropy))
+    done = ours.backward(
+        dlogprobs, of_rows, hidden, ours.Head(weight, bias, low, up), targets, first,
+        lse2 * math.log(2), entropy, temperature, softcap or None,
+    )  # fmt: skip
+    pairs = zip(done, Wanted(*wanted), strict=True)
+    return HeadBackward(*(x if wanted else None for x, wanted in pairs))

@@ -14,31 +14,39 @@ from torch import Tensor
 
 from qla_kernels.head.parts import Parts
 from qla_kernels.runtime import device
-from qla_kernels.runtime.arguments import described, number
-from qla_kernels.runtime.contents import checks_contents
+from qla_kernels.runtime.arguments import number
+from qla_kernels.runtime.contents import are_read
 from qla_kernels.runtime.errors import need
-from qla_kernels.runtime.sm90 import CAPABILITY, DTYPES, Reason, dtype_name, expect_tensors, one_of
+from qla_kernels.runtime.signature import FLOATS, Signature
+from qla_kernels.runtime.sm90 import (
+    DTYPES,
+    Reason,
+    dtype_name,
+    one_of,
+    refused_anywhere,
+    refused_device,
+)
 
-FLOATS = (*DTYPES, torch.float32, torch.float64)
 ON_GPU = (*DTYPES, torch.float32)
 ELSEWHERE = "compute logits and call SharedBatch.gather_logprobs"
 
 
+CALL = Signature(
+    "hidden [N, D] float; targets [L] int; rows [rows] int?",
+    hidden="pass hidden[0] of a batch of 1, the input of the head",
+    targets="pass one integer a target",
+    rows="pass one integer a target",
+)
+PARTS = Signature(
+    "hidden [N, D]; weight [V+, D]; bias [V]?; low [N, r]?; up [V, r]?",
+    weight="pass the weight of the head, lm_head.weight",
+    bias="pass the head's bias, or None",
+)
+
+
 def check_tensors(op: str, hidden: Tensor, targets: Tensor, rows: Tensor | None) -> None:
     """Raises ValueError unless hidden is [N, D], and targets and rows fit to it."""
-    expect_tensors(op, hidden=hidden, targets=targets)
-    if hidden.dim() != 2 or not hidden.is_floating_point():
-        fix = "pass hidden[0] of a batch of 1, the input of the head"
-        raise ValueError(need(op, described("hidden", hidden), "[N, D] floats", fix))
-    for name, x in (("targets", targets), ("rows", rows)):
-        if x is None:
-            continue
-        if x.dim() != 1 or x.dtype not in (torch.int32, torch.int64):
-            fix = "pass one integer a target"
-            raise ValueError(need(op, described(name, x), "[L] int32 or int64", fix))
-        if x.device != hidden.device:
-            got, needs = f"{name} is on {x.device}", f"{hidden.device}, as hidden"
-            raise ValueError(need(op, got, needs, f"pass {name}.to(hidden.device)"))
+    CALL.check(op, hidden, targets, rows)
     wanted = hidden.shape[0] if rows is None else rows.shape[0]
     if targets.shape[0] != wanted:
         got = f"{targets.shape[0]} targets"
@@ -80,25 +88,12 @@ def refusal(
     Raises:
         ValueError: the head's tensors do not fit to hidden.
     """
-    _check_parts(op, hidden, parts)
+    PARTS.check(op, hidden, *parts)
     reason = _refused_tensors(hidden, parts)
     if reason is None and (hidden.is_cuda or capability is not None):
-        reason = _refused_on_cuda(hidden, capability or device.capability(hidden.device))
+        capability = capability or device.capability(hidden.device)
+        reason = refused_device(capability, hidden.dtype, ELSEWHERE, "hidden is", ON_GPU)
     return None if reason is None else need(op, *reason)
-
-
-def _check_parts(op: str, hidden: Tensor, parts: Parts) -> None:
-    weight = parts.weight
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1] or not weight.shape[0]:
-        got, needs = f"weight has shape {tuple(weight.shape)}", f"(V, {hidden.shape[1]}), as hidden"
-        raise ValueError(need(op, got, needs, "pass the weight of the head, lm_head.weight"))
-    if parts.bias is not None and parts.bias.shape != weight.shape[:1]:
-        got, needs = f"bias has shape {tuple(parts.bias.shape)}", f"({weight.shape[0]},)"
-        raise ValueError(need(op, got, needs, "pass the head's bias, or None"))
-    for name, x in parts._asdict().items():
-        if x is not None and x.device != hidden.device:
-            got, needs = f"{name} is on {x.device}", f"{hidden.device}, as hidden"
-            raise ValueError(need(op, got, needs, "move hidden to the head's device"))
 
 
 def _refused_tensors(hidden: Tensor, parts: Parts) -> Reason | None:
@@ -108,7 +103,7 @@ def _refused_tensors(hidden: Tensor, parts: Parts) -> Reason | None:
     """
     if hidden.dtype not in FLOATS:
         return f"hidden is {dtype_name(hidden.dtype)}", one_of(FLOATS), "cast it"
-    kind, weights = hidden.device.type, {"weight": parts.weight, "bias": parts.bias, "up": parts.up}
+    weights = {"weight": parts.weight, "bias": parts.bias, "up": parts.up}
     for name, x in weights.items():
         if hasattr(x, "placements"):
             fix = "call it inside the model's forward, where FSDP has gathered the weight"
@@ -118,9 +113,7 @@ def _refused_tensors(hidden: Tensor, parts: Parts) -> Reason | None:
         if x is not None and x.dtype not in allowed:
             got = f"{name} is {dtype_name(x.dtype)} and hidden {dtype_name(hidden.dtype)}"
             return got, "one dtype", "cast hidden, or call it under torch.autocast"
-    if kind not in ("cpu", "cuda", "meta"):
-        return f"tensors are on {kind}", "cpu or cuda", f"move them, or {ELSEWHERE}"
-    return None
+    return refused_anywhere(hidden.device, f"move them, or {ELSEWHERE}")
 
 
 def under_autocast(x: Tensor) -> bool:
@@ -129,26 +122,13 @@ def under_autocast(x: Tensor) -> bool:
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
-def _refused_on_cuda(hidden: Tensor, capability: tuple[int, int]) -> Reason | None:
-    if capability != CAPABILITY:
-        got = f"device capability {capability[0]}.{capability[1]}"
-        fix = f"run on an H100 or H200, or {ELSEWHERE}"
-        return got, f"{CAPABILITY[0]}.{CAPABILITY[1]} (Hopper)", fix
-    if hidden.dtype not in ON_GPU:
-        got, fix = f"hidden is {dtype_name(hidden.dtype)}", f"cast it, or {ELSEWHERE}"
-        return got, f"{one_of(ON_GPU)} on SM90", fix
-    return None
-
-
 def check_vocabulary(op: str, targets: Tensor, vocabulary: int) -> None:
     """Raises ValueError if a target is not in 0 .. vocabulary - 1.
 
     Checks targets on the CPU, and those on a GPU only under QLA_CHECK=1; checks nothing while
     torch.compile traces. Otherwise the log-probability of such a target is NaN.
     """
-    if torch.compiler.is_compiling() or not len(targets):
-        return
-    if targets.is_cpu or checks_contents():
+    if len(targets) and are_read(targets):
         for token in (int(targets.min()), int(targets.max())):
             if not 0 <= token < vocabulary:
                 needs = f"0 to {vocabulary - 1}, the columns of logits"

@@ -110,33 +110,32 @@ class Signature:
         fits: a function of the tensors that returns whether they are as the entries say.
     """
 
-    def __init__(self, text: str, **fixes: str) -> None:
+    def __init__(self, text: str, given: str = "", **fixes: str) -> None:
         """Reads the entries of a text, which semicolons separate.
 
         Args:
+            given: names of sizes that callers of `check` pass.
             fixes: for an argument, what an error about its shape says to do.
         """
         self.entries = tuple(map(Entry.of, text.split(";")))
         self.fixes = {"cu_seqlens": "pass 0 and the end of each sequence", **fixes}
-        code = compile("\n".join(_lines(self.entries)), __file__, "exec")
+        code = compile("\n".join(_lines(self.entries, given.split())), __file__, "exec")
         names: dict[str, Any] = {"Tensor": Tensor, **KINDS}
         exec(code, names)
         self.fits: Callable[..., bool] = names["fits"]
 
-    def check(self, op: str, *tensors: Any) -> None:
+    def check(self, op: str, *tensors: Any, **sizes: int) -> None:
         """Raises ValueError, which names `op`, unless the tensors are as the entries say.
 
         They also have to be on the device of the first one. Raises Unsupported if one of them has a
         forward-mode tangent.
         """
-        if not self.fits(*tensors):
-            self._refuse(
-                op, {entry.name: x for entry, x in zip(self.entries, tensors, strict=True)}
-            )
+        if not self.fits(*tensors, **sizes):
+            names = [entry.name for entry in self.entries]
+            self._refuse(op, dict(zip(names, tensors, strict=True)), sizes)
         refuse_forward_mode(op, *tensors)
 
-    def _refuse(self, op: str, tensors: dict[str, Any]) -> None:
-        sizes: dict[str, int] = {}
+    def _refuse(self, op: str, tensors: dict[str, Any], sizes: dict[str, int]) -> None:
         first = self.entries[0].name
         for entry in self.entries:
             name, _, rule, other, kind, optional = entry
@@ -163,22 +162,22 @@ class Signature:
                 raise ValueError(need(op, got, needs, f"pass {name}.to({first}.device)"))
 
 
-def _lines(entries: Sequence[Entry]) -> Iterator[str]:
+def _lines(entries: Sequence[Entry], given: Sequence[str]) -> Iterator[str]:
     """Yields the source of `Signature.fits`: a loop over entries would take twice the time."""
-    names = [entry.name for entry in entries]
+    names = [f"x_{entry.name}" for entry in entries]
     sizes = {size.name for entry in entries for form in entry.forms.values() for size in form}
-    known, seen = set[str](), set[str]()  # sizes that are known here, or may be
-    yield f"def fits({', '.join(names)}):"
-    yield "".join(f"    size_{x} = None\n" for x in sorted(sizes))
-    for name, forms, rule, other, kind, optional in entries:
+    known, seen = {*given}, set[str]()  # sizes that are known here, or may be
+    yield f"def fits({', '.join([*names, *given])}):"
+    yield "".join(f"    {x} = None\n" for x in sorted(sizes - known))
+    for name, (_, forms, rule, other, kind, optional) in zip(names, entries, strict=True):
         at = "        " if optional else "    "
         if optional:
             yield f"    if {name} is not None:"
         yield f"{at}if not isinstance({name}, Tensor): return False"
         if rule:
-            yield f"{at}if {name}.dtype != {other}.dtype: return False"
+            yield f"{at}if {name}.dtype != x_{other}.dtype: return False"
         if rule == "like":
-            yield f"{at}if {name}.shape != {other}.shape: return False"
+            yield f"{at}if {name}.shape != x_{other}.shape: return False"
         if kind:
             yield f"{at}if {name}.dtype not in {kind}: return False"
         if name != names[0]:
@@ -195,12 +194,12 @@ def _lines(entries: Sequence[Entry]) -> Iterator[str]:
                 if least or extra:
                     yield f"{at}    if {n} < {least}: return False"
                 if size in known:
-                    yield f"{at}    if {n} != size_{size}: return False"
+                    yield f"{at}    if {n} != {size}: return False"
                 elif size in seen:
-                    yield f"{at}    if size_{size} is None: size_{size} = {n}"
-                    yield f"{at}    elif size_{size} != {n}: return False"
+                    yield f"{at}    if {size} is None: {size} = {n}"
+                    yield f"{at}    elif {size} != {n}: return False"
                 else:
-                    yield f"{at}    size_{size} = {n}"
+                    yield f"{at}    {size} = {n}"
         yield f"{at}if {' and '.join(f'rank != {rank}' for rank in forms)}: return False"
         shared = set.intersection(*({size.name for size in form} for form in forms.values()))
         seen |= {size.name for form in forms.values() for size in form}

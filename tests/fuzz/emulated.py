@@ -55,7 +55,7 @@ def install() -> None:
     _replace(verify, launch_recurrent, "gdn_verify")
     _run_on_cpu(conv_ops, conv_launch, "conv_fwd", "conv_bwd", "conv_update")
     _run_on_cpu(norm_ops, norm_launch, "gated_norm_fwd", "gated_norm_bwd")
-    dualkv_ops.dualkv_fwd, dualkv_ops.dualkv_bwd = _dualkv_fwd, _dualkv_bwd
+    dualkv_ops.dualkv_fwd.on_cpu, dualkv_ops.dualkv_bwd.on_cpu = _dualkv_fwd, _dualkv_bwd
     for module in (build, gradients, ring):
         assert callable(module.launches)
         module.launches = lambda _: sparse_launch

@@ -107,8 +107,9 @@ def test_autocast_changes_nothing():
 
 
 def test_deterministic_is_asked_of_torch(monkeypatch):
-    asked, backward = [], ops.dualkv_bwd
-    monkeypatch.setattr(ops, "dualkv_bwd", lambda *args: asked.append(args[-1]) or backward(*args))
+    asked, backward = [], ops.dualkv_bwd.on_cpu
+    watched = lambda *args: asked.append(args[-1]) or backward(*args)  # noqa: E731
+    monkeypatch.setattr(ops.dualkv_bwd, "on_cpu", watched)
     leaves = tensors()
     for given in (None, True, False):
         shared_prefix_attention(*leaves, layout(), deterministic=given).sum().backward()
@@ -314,13 +315,13 @@ MALFORMED = {
         lambda q, k, v: (q, [k], v, layout()), "k is of type list; need a tensor; pass k as one"
     ),
     "a batch dimension": (
-        lambda q, k, v: (q[None], k, v, layout()), "q has 4 dimensions; need 3: [T, heads, size]"
+        lambda q, k, v: (q[None], k, v, layout()), "q has shape (1, 20, 4, 8); need [Tq, H, D] with Tq=20"
     ),
     "heads": (
-        lambda q, k, v: (q[:, :3], k, v, layout()), "H=3, Hk=2, D=8; need H a multiple of Hk"
+        lambda q, k, v: (q[:, :3], k, v, layout()), "H=3, Hk=2; need H a multiple of Hk"
     ),
     "tokens": (
-        lambda q, k, v: (q[1:], k, v, layout()), "q has shape (19, 4, 8); need [T, H, D] = (20, "
+        lambda q, k, v: (q[1:], k, v, layout()), "q has shape (19, 4, 8); need [Tq, H, D] with Tq=20"
     ),
     "head sizes": (
         lambda q, k, v: (q, k, v[..., 1:], layout()), "v has shape (20, 2, 7); need [T, Hk, D] ="

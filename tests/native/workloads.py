@@ -46,8 +46,8 @@ from benchmarks.serving.problem import prefill_inputs
 from benchmarks.serving.workloads import EVERY_ROW, PoolPrefill
 from qla_kernels import causal_conv1d, chunk_gated_delta_rule, prefill_gated_delta_rule
 from qla_kernels.dualkv import SharedLayout
-from qla_kernels.dualkv import cpu as dualkv_cpu
 from qla_kernels.dualkv import launch as dualkv_launch
+from qla_kernels.dualkv import ops as dualkv_ops
 from qla_kernels.gdn import GdnPool
 from qla_kernels.gdn.tree.tables import ON_HOST
 from qla_kernels.hybrid import delta_tables, shared_prefix_conv1d
@@ -218,7 +218,7 @@ def dualkv() -> Iterator[Kind]:
 
 
 for _op in "dualkv_fwd", "dualkv_bwd":  # where torch's dispatcher sees tensors of the CPU
-    setattr(dualkv_cpu, _op, getattr(dualkv_launch, _op))
+    getattr(dualkv_ops, _op).on_cpu = getattr(dualkv_launch, _op)
 
 
 def sparse_ring() -> Iterator[Kind]:
