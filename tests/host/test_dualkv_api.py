@@ -315,13 +315,13 @@ MALFORMED = {
         lambda q, k, v: (q, [k], v, layout()), "k is of type list; need a tensor; pass k as one"
     ),
     "a batch dimension": (
-        lambda q, k, v: (q[None], k, v, layout()), "q has shape (1, 20, 4, 8); need [Tq, H, D] with Tq=20"
+        lambda q, k, v: (q[None], k, v, layout()), "q has shape (1, 20, 4, 8); need [Tq, H, D]"
     ),
     "heads": (
         lambda q, k, v: (q[:, :3], k, v, layout()), "H=3, Hk=2; need H a multiple of Hk"
     ),
     "tokens": (
-        lambda q, k, v: (q[1:], k, v, layout()), "q has shape (19, 4, 8); need [Tq, H, D] with Tq=20"
+        lambda q, k, v: (q[1:], k, v, layout()), "q has shape (19, 4, 8); need [Tq, H, D] with Tq="
     ),
     "head sizes": (
         lambda q, k, v: (q, k, v[..., 1:], layout()), "v has shape (20, 2, 7); need [T, Hk, D] ="

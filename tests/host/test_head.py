@@ -297,11 +297,11 @@ def test_derivatives_that_are_refused():
         ({"hidden": torch.zeros(10, D).long()}, "hidden is int64; need bfloat16, "),
         (
             {"head": torch.zeros(VOCABULARY, 5)},
-            r"weight has shape \(11, 5\); need \[V, D\] with D=6",
+            r"weight .*\(11, 5\); need .* with D=6",
         ),
         (
             {"head": torch.zeros(0, D)},
-            r"weight has shape \(0, 6\); need \[V, D\] with D=6, V at least 1",
+            r"weight .*\(0, 6\); need .*, V at least 1",
         ),
         ({"head": torch.zeros(VOCABULARY, D, device="meta")}, "weight is on meta; need cpu"),
         ({"head": torch.zeros(3, D)}, r"a target is \d+; need 0 to 2, the columns of logits"),
