@@ -1,4 +1,4 @@
-"""The causal convolution in front of a gated delta net, with its bias and activation.
+"""The causal convolution of a gated-delta-net layer, with its bias and activation.
 
 Reading order:
     api.py, validate.py, autograd.py   the public function, its checks and its derivative
@@ -6,7 +6,7 @@ Reading order:
     ops.py                             the torch operators, and what runs CPU tensors
     launch.py, heuristics.py, shapes.py, kernels/   on a GPU
 
-The same operators serve trees of sequences; hybrid/ has the function and makes the tables.
+The same operators also run over prefix trees: see `shared_prefix_conv1d` in hybrid/.
 """
 
 from qla_kernels.conv.api import causal_conv1d

@@ -27,12 +27,14 @@ def causal_conv1d(
 
         y_t = act(bias + sum_j weight[:, W-1-j] x_{t-j})    j = 0 .. W-1
 
-    Tokens before the first one of a sequence count as 0. Computes in fp32 (fp64 if x is fp64) and
-    rounds once. On a CPU, tensors may have any strides, in bf16, fp16, fp32 or fp64. A GPU must be
-    a Hopper; x is then bf16 or fp16, with a multiple of 8 channels that are adjacent in memory, and
-    a distance between tokens that is a multiple of 16 bytes, such as a slice of a projection;
-    weight and bias may be bf16, fp16 or fp32. Gradients are deterministic. Second derivatives and
-    forward-mode tangents raise Unsupported.
+    Here act is the activation, and W is the width of the weight. Tokens before the first one of a
+    sequence count as 0. Computes in fp32 (fp64 if x is fp64) and rounds once. Gradients are
+    deterministic. Second derivatives and forward-mode tangents raise Unsupported.
+
+    On a CPU, tensors may have any strides, in bf16, fp16, fp32 or fp64. A GPU must be a Hopper; x
+    is then bf16 or fp16, and weight and bias are bf16, fp16 or fp32. The channels of x must be a
+    multiple of 8 and adjacent in memory, and the distance between tokens a multiple of 16 bytes, as
+    in a slice of a projection.
 
     Args:
         x: [T, channels], or [B, channels, T] as in torch's convolutions and causal-conv1d. On a

@@ -1,4 +1,4 @@
-"""`CausalConv`: the two operators as one differentiable function, and two functions that call it.
+"""`CausalConv`: the operators conv_fwd and conv_bwd as a function for autograd, and its callers.
 
 Autocast does not change dtypes here: it has no rule for either operator. The gradients are not
 differentiable in turn; differentiating them raises Unsupported.
@@ -25,9 +25,16 @@ def convolve(
     tables: list[Tensor],
     norm: tuple[int, int] = NO_NORM,
 ) -> Tensor:
-    """Runs a call whose arguments have been checked; x and the result are [B, T, C].
+    """Runs the convolution on checked arguments; differentiable. x and the result are [B, T, C].
 
-    The first norm[0] * norm[1] channels are heads of norm[1] channels, which are normalised.
+    Args:
+        x: the tokens.
+        weight: [C, W].
+        bias: [C], or None.
+        silu: whether to apply SiLU to the result.
+        tables: which tokens are of which sequence, as operators take it; see ops.py.
+        norm: (heads, size): the first heads * size channels are heads of `size` channels, whose L2
+            norm becomes 1. (0, 0) for none.
     """
     return convolve_sections(x, weight, bias, silu, tables, norm, (x.shape[2],))[0]
 
@@ -41,9 +48,10 @@ def convolve_sections(
     norm: tuple[int, int],
     sizes: Sequence[int],
 ) -> tuple[Tensor, ...]:
-    """Runs `convolve`, and returns views of the result, of so many channels each; at most three.
+    """Runs `convolve` and splits the result by channels, as for q, k and v; returns the views.
 
-    The backward reads their gradients where they are: nothing is put together.
+    `sizes` are the numbers of channels of the views, at most three. The backward reads the gradient
+    of each view from its own tensor, so autograd does not concatenate them.
     """
     if not wants_gradients((x, weight, bias)):  # autograd takes time
         y = ops.conv_fwd.replayed(x, weight, bias, tables, silu, *norm)
@@ -55,7 +63,7 @@ def convolve_sections(
 
 
 class CausalConv(torch.autograd.Function):
-    """Runs conv_fwd, and conv_bwd in the backward. Saves its inputs alone."""
+    """Runs conv_fwd, and conv_bwd in the backward. Saves nothing but its inputs."""
 
     @staticmethod
     def forward(

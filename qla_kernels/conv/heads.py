@@ -10,17 +10,18 @@ SIZES = f"a multiple of {STEP} up to {MOST}, or of {WIDE_STEP} up to {2 * MOST}"
 
 
 class Heads(NamedTuple):
-    """The numbers that kernels take. A piece is PIECE channels, those of a lane.
+    """How the warps of a CTA share heads to normalise, as kernels take it.
 
-    A head of more than TILE channels has two neighbouring warps of a CTA, which walk the same
-    tokens. Other warps of that launch also go in pairs.
+    A piece is PIECE channels of a token, which one lane of a warp holds. A head of more than TILE
+    channels is shared by two neighbouring warps, which walk over the same tokens; the other warps
+    of such a launch also work in pairs.
     """
 
-    pieces: int  # to normalise, the first ones of a token
-    tiles: int  # warps that take them
-    lanes: int  # of each such warp that have a piece
-    reach: int  # lanes of a head in a warp, less 1; a power of two less 1
-    wide: int  # 1 if a head has two warps, else 0
+    pieces: int  # number of pieces to normalise; they are the first of a token
+    tiles: int  # number of warps that hold these pieces
+    lanes: int  # number of lanes of each of these warps that hold a piece
+    reach: int  # number of lanes of a warp that share a head, less 1; a power of two less 1
+    wide: int  # 1 if two warps share a head, else 0
 
 
 def takes(size: int) -> bool:
@@ -31,10 +32,10 @@ def takes(size: int) -> bool:
 
 
 def heads_of(count: int, size: int) -> Heads:
-    """Returns how warps share `count` heads of `size` channels; 0 and 0 for none.
+    """Returns how warps share `count` heads of `size` channels; both are 0 if there are none.
 
-    Heads whose lanes are a power of two lie side by side in a warp. Each other one has its own
-    warp, whose last lanes are idle.
+    Heads that need a power of two of lanes lie side by side in a warp. Any other head has a warp to
+    itself, whose last lanes are idle.
     """
     if not count * size:
         return Heads(0, 0, LANES, LANES - 1, 0)
@@ -46,6 +47,9 @@ def heads_of(count: int, size: int) -> Heads:
 
 
 def tile_ctas(channels: int, heads: Heads) -> int:
-    """Returns the CTAs that share the channels of a run: each takes one tile, or two if `wide`."""
+    """Returns how many CTAs share the channels of a token: one for each tile, or for two if `wide`.
+
+    A tile is the channels of one warp.
+    """
     others = -(-(channels // PIECE - heads.pieces) // LANES)
     return heads.tiles + others + heads.wide >> heads.wide

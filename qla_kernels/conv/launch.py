@@ -1,8 +1,8 @@
-"""The operators on CUDA tensors: views, and the launches in order.
+"""The operators of ops.py on CUDA tensors: makes views and launches kernels.
 
-    conv_fwd    fwd
-    conv_bwd    bwd, then in a tree join_parts, then weight_sums
-    conv_update update
+    conv_fwd     launches fwd
+    conv_bwd     launches bwd, for a prefix tree join_parts, and weight_sums
+    conv_update  launches update
 
 Nothing here reads a tensor's values, so the host does not wait for the GPU.
 """
@@ -37,7 +37,7 @@ def conv_fwd(
     norm_heads: int = 0,
     norm_size: int = 0,
 ) -> Tensor:
-    """Returns y [B, T, C], contiguous, in x's dtype."""
+    """Computes the convolution; returns y [B, T, C], contiguous, in x's dtype. See ops.py."""
     require_aligned(OP, x=x)
     y = x.new_empty(x.shape)
     if not y.numel():
@@ -73,7 +73,7 @@ def conv_bwd(
     dy2: Tensor | None = None,
     dy3: Tensor | None = None,
 ) -> ConvBackward:
-    """Returns dx, dweight and dbias, contiguous, in the dtypes of their inputs."""
+    """Computes the gradients dx, dweight and dbias, contiguous, in the dtypes of their inputs."""
     require_aligned(OP, x=x)
     dx, dweight = x.new_empty(x.shape), weight.new_empty(weight.shape)
     dbias = None if bias is None else bias.new_empty(bias.shape)
@@ -136,7 +136,11 @@ def conv_update(
     norm_heads: int = 0,
     norm_size: int = 0,
 ) -> None:
-    """Writes y [N, C], and the rows of the pool [slots, C, W - 1 or more] that are used."""
+    """Convolves one token of each of N sequences; writes y [N, C] and updates the pool.
+
+    `rows` is the pool [slots, C, W - 1 or more] of the last tokens; only the slots of `indices`
+    change.
+    """
     require_aligned(UPDATE_OP, x=x, out=y)
     if y.numel():
         with device.of(x):
@@ -167,7 +171,11 @@ def _at_pieces(x: Tensor) -> Tensor:
 
 
 class _Nodes(NamedTuple):
-    """Tables as the kernels take them; an absent one is a placeholder, which is not read."""
+    """Which tokens are of which sequence, as the kernels take it.
+
+    A node is a sequence, or a run of tokens of a prefix tree. A table that the call does not have
+    is a placeholder, which kernels do not read.
+    """
 
     bounds: Tensor
     halo: Tensor
@@ -176,20 +184,28 @@ class _Nodes(NamedTuple):
 
 
 class _Parameters(NamedTuple):
-    tensors: tuple[Tensor, Tensor]  # weight and bias as bytes; weight twice without a bias
+    """Weight and bias as the kernels take them: bytes, and numbers that say their dtypes."""
+
+    tensors: tuple[Tensor, Tensor]  # weight and bias; without a bias the weight twice
     numbers: tuple[int, int, int]  # weight_dtype, bias_dtype, has_bias
 
 
 class _Shares(NamedTuple):
-    """How CTAs share tokens and channels."""
+    """How the CTAs of a launch divide tokens and channels among them.
 
-    blocks: int  # of tokens
-    numbers: tuple[int, ...]  # run_tokens, tiles, and the fields of Heads
+    Each warp walks over a run of consecutive tokens, for a tile of channels. A block is the runs of
+    one CTA.
+    """
+
+    blocks: int  # number of blocks
+    numbers: tuple[int, ...]  # tokens of a run, tiles of channels, and the fields of Heads
 
 
 class _Gradients(NamedTuple):
-    tensors: tuple[Tensor, Tensor, Tensor]  # rows of dy1, dy2 and dy3; absent ones are dy1
-    begins: tuple[int, int]  # second and third
+    """The gradient of y in up to three tensors, each for some of the channels."""
+
+    tensors: tuple[Tensor, Tensor, Tensor]  # from `_rows`; one that is absent is the first again
+    begins: tuple[int, int]  # where the second and the third begin, in pieces of channels
 
 
 def _nodes(x: Tensor, width: int, tables: list[Tensor]) -> _Nodes:
@@ -215,27 +231,30 @@ def _parameters(weight: Tensor, bias: Tensor | None) -> _Parameters:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Returns x [B, T, C] as a view [B T, C / PIECE, PIECE]."""
+    """Returns x [B, T, C] as a view [B T, C / PIECE, PIECE]; its tokens flatten."""
     B, T, C = x.shape
     return x.as_strided((B * T, C // PIECE, PIECE), (token_step(x), PIECE, 1))
 
 
-def _gradients(*given: Tensor | None) -> _Gradients:
-    """Returns gradients of consecutive channels as the kernel takes them; the first is there."""
-    there = [dy for dy in given if dy is not None]
-    rows = [_rows(readable(dy) if _is_near(dy) else dy.contiguous()) for dy in there]
+def _gradients(*gradients: Tensor | None) -> _Gradients:
+    """Returns dy, dy2 and dy3 as the kernel takes them; the first is not None."""
+    present = [dy for dy in gradients if dy is not None]
+    rows = [_rows(readable(dy) if _is_near(dy) else dy.contiguous()) for dy in present]
     ends = list(accumulate(x.shape[1] for x in rows))
     first, second, third = [*rows, rows[0], rows[0]][:3]
     return _Gradients((first, second, third), (ends[0], ends[:2][-1]))
 
 
 def _is_near(x: Tensor) -> bool:
-    """Returns whether the tokens of x [B, T, C] lie a constant distance apart, within reach."""
+    """Returns whether a kernel can read x [B, T, C] as rows of tokens, without a copy.
+
+    The tokens must lie a constant distance apart, of less than FAR bytes.
+    """
     return flattens(x) and token_step(x) * x.element_size() < FAR
 
 
 def _shares(x: Tensor, ctas_per_sm: int, norm_heads: int, norm_size: int) -> _Shares:
-    """Returns the shares for a kernel of which an SM holds so many CTAs."""
+    """Returns how CTAs divide x [B, T, C]; an SM holds ctas_per_sm CTAs of the kernel."""
     B, T, C = x.shape
     heads = heads_of(norm_heads, norm_size)
     tiles, runs = tile_ctas(C, heads), RUNS >> heads.wide

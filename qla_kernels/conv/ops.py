@@ -1,17 +1,17 @@
 """The operators: their signatures, and what runs CPU tensors, which is the reference.
 
     conv_fwd, conv_bwd   the convolution of packed tokens, and its gradients
-    conv_update          one token of each sequence, on a pool of last tokens
+    conv_update          the convolution of one token of each sequence, with a pool of last tokens
 
-In the first two x is [B, T, C]. `tables` describe the sequences:
+In the first two x is [B, T, C]. The list `tables` says which tokens belong to which sequence:
 
-    none                 each batch row is one
-    [bounds]             B is 1; cu_seqlens, [N + 1] int32 or int64
-    all of ConvTables    B is 1; nodes of a tree; cpu.py reads the first two alone
+    empty                each batch row is a sequence
+    one tensor           B is 1; the tensor is cu_seqlens, [N + 1] int32 or int64
+    a ConvTables         B is 1; the sequences form a prefix tree; cpu.py reads only two of them
 
-The first norm_heads * norm_size channels are heads that the convolution normalises. The gradient of
-y may lie in three tensors: dy has that of the first channels, dy2 and dy3 those of the channels
-behind it, [B, T, channels of it] each, a multiple of 8.
+The first norm_heads * norm_size channels are heads of norm_size channels, whose L2 norm becomes 1.
+The gradient of y may be in up to three tensors: dy [B, T, n] is the gradient of the first n
+channels, dy2 that of the next channels, and dy3 that of the last; each n is a multiple of 8.
 
 CUDA tensors go to launch.py. No result shares memory with an argument.
 """
@@ -30,20 +30,24 @@ LAUNCHES = "qla_kernels.conv.launch"
 
 
 class ConvTables(NamedTuple):
-    """Tables of a tree for one width W; int32, on x's device. Nodes are numbered in packed order.
+    """Tables of a prefix tree for a weight of width W; int32, on x's device.
 
-    A gradient of a token that other nodes read is a sum of *parts*, rows of a workspace. First come
-    the parts from the own nodes of such tokens, in the order of `shared`; then those that each node
-    gives to the tokens of its halo.
+    A node is a run of tokens, such as a prompt or a response. The halo of a node is the W - 1
+    tokens of its sequence before its first token; they are in other nodes. Nodes are numbered in
+    packed order.
+
+    The gradient of a token in a halo has a part from its own node and one from each node that reads
+    the token. The parts are rows of a workspace, which are then added: first the parts from the own
+    nodes, in the order of `shared`, then those of the halos, node by node.
     """
 
     bounds: Tensor  # [nodes + 1] first token of each node, then T
-    halo: Tensor  # [nodes, W - 1] the tokens before a node's first, the nearest last; -1: none
-    rows: Tensor  # [nodes, 2] KEPT: row of the first of the node's last min(W - 1, tokens) tokens;
-    #               GIVEN: row of its halo's last token, behind those of the others. -1: none
-    shared: Tensor  # [shared tokens] tokens that other nodes read, ascending
-    first: Tensor  # [shared tokens + 1] entries of `readers` before each
-    readers: Tensor  # rows of other nodes' parts of each shared token, ascending
+    halo: Tensor  # [nodes, W - 1] tokens before each node, in order; -1: the sequence has none
+    rows: Tensor  # [nodes, 2] column KEPT: row of the part of the node's first shared token;
+    #               column GIVEN: row of the part of the halo's last token. -1: none
+    shared: Tensor  # [shared tokens] tokens that are in a halo, ascending
+    first: Tensor  # [shared tokens + 1] where the entries of each one begin in `readers`
+    readers: Tensor  # for each shared token, the rows of the parts from other nodes, ascending
 
 
 class ConvBackward(NamedTuple):

@@ -35,11 +35,11 @@ def causal_conv1d_update(
 ) -> Tensor:
     """Runs `causal_conv1d` for one new token of each of N sequences, for decoding.
 
-    Each slot of the pool holds the last width - 1 tokens of a sequence, the oldest first. The call
+    The last width - 1 tokens of each sequence are in a slot of a pool, the oldest first. The call
     removes the oldest token and appends the token of x, in one launch. Not differentiable.
 
     Args:
-        x: [N, channels], as in `causal_conv1d`.
+        x: [N, channels], the new tokens; dtypes and strides as in `causal_conv1d`.
         conv_state: the pool [slots, channels, width - 1 or more] in x's dtype, any strides; updated
             in place. Only the first width - 1 places are used.
         weight, bias, activation: as in `causal_conv1d`.
@@ -47,7 +47,7 @@ def causal_conv1d_update(
             share a slot. A sequence whose slot is at most null_slot is padding: y is 0, and the
             pool is not changed. A slot past the pool raises ValueError on a CPU and under
             QLA_CHECK=1; otherwise a GPU treats it as padding. The same checks reject int64 values
-            that do not fit in int32; otherwise a GPU reads their low word. None: sequence n has
+            that do not fit in int32; otherwise a GPU reads their low 32 bits. None: sequence n has
             slot n.
         qk_l2norm: as in `causal_conv1d`.
         null_slot: -1, or 0 if slot 0 holds no state.
@@ -93,11 +93,17 @@ def require_update(
     op: str = UPDATE_OP,
     norm: tuple[int, int] | None = None,
 ) -> None:
-    """Raises Unsupported if this version cannot run a well-formed call.
+    """Raises Unsupported if this version cannot run a well-formed call of `causal_conv1d_update`.
 
-    Under QLA_CHECK=1 this check also reads the slots, and raises ValueError if a slot is wrong. The
-    arguments are those of `causal_conv1d_update`; `rows` is conv_state, and
-    `norm` is qk_l2norm.
+    Under QLA_CHECK=1 this check also reads the slots of a GPU call, and raises ValueError if one is
+    outside the pool or if two sequences share one.
+
+    Args:
+        x, weight, bias, null_slot, out: as in `causal_conv1d_update`.
+        rows: its conv_state.
+        indices: its conv_state_indices.
+        op: the function that the error names.
+        norm: its qk_l2norm.
     """
     require(refusal(x, weight, bias, norm, op=op))
     require(refused_rows(op, rows))

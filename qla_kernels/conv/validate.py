@@ -64,13 +64,13 @@ def refusal(
     capability: tuple[int, int] | None = None,
     op: str = OP,
 ) -> str | None:
-    """Returns the reason why this version cannot run the call, or None if it can run the call.
+    """Returns the reason why this version cannot run a call of `causal_conv1d`, or None if it can.
 
     The answer is the same with and without gradients.
 
     Args:
-        x, weight, bias, qk_l2norm: as in `causal_conv1d`, well formed.
-        capability: answer for a GPU of this compute capability, whatever the tensors' device.
+        x, weight, bias, qk_l2norm: as in `causal_conv1d`, with shapes that fit together.
+        capability: answer as if the tensors were on a GPU of this compute capability: (9, 0).
         op: the name of the function, which begins the returned text.
     """
     reason = _refused_everywhere(x, weight, bias)
@@ -81,23 +81,33 @@ def refusal(
 
 
 def by_tokens(x: Tensor) -> Tensor:
-    """Returns a view [B, T, C] of x, which is [T, C] or [B, C, T]."""
+    """Returns x as a view [B, T, C]; x is [T, C], as packed tokens are, or [B, C, T]."""
     return x.unsqueeze(0) if x.dim() == 2 else x.mT
 
 
 def as_given(y: Tensor, x: Tensor) -> Tensor:
-    """Returns a view of y [B, T, C] in the shape of x, [T, C] or [B, C, T]."""
+    """Returns y [B, T, C] as a view with the dimensions of x, [T, C] or [B, C, T].
+
+    This is the inverse of `by_tokens`.
+    """
     return y.squeeze(0) if x.dim() == 2 else y.mT
 
 
 def token_step(x: Tensor) -> int:
-    """Returns the distance of the tokens of x [B, T, C] that flattens, in elements."""
+    """Returns the distance in memory between neighbouring tokens of x [B, T, C], in elements.
+
+    All neighbours must have the same distance; see `flattens`.
+    """
     B, T, C = x.shape
     return x.stride(1) if T > 1 else x.stride(0) if B > 1 else C
 
 
 def flattens(x: Tensor) -> bool:
-    """Returns whether the tokens of x [B, T, C] lie a constant distance apart."""
+    """Returns whether x [B, T, C] can be viewed as [B * T, C] without a copy.
+
+    That is so if all neighbouring tokens lie the same distance apart in memory, also the last token
+    of a row and the first token of the next row.
+    """
     B, T, _ = x.shape
     return B == 1 or T == 1 or x.stride(0) == T * x.stride(1)
 
@@ -145,7 +155,11 @@ def _refused_heads(norm: tuple[int, int] | None) -> Reason | None:
 
 
 def check_norm(op: str, norm: tuple[int, int] | None, channels: int) -> tuple[int, int]:
-    """Returns qk_l2norm as operators take it; raises ValueError if it does not fit the channels."""
+    """Checks the argument qk_l2norm of `causal_conv1d`; returns (number of heads, channels of one).
+
+    None becomes (0, 0): no head is normalised. Raises ValueError unless `norm` is a pair of
+    integers whose product is at most `channels`, the number of channels of x. The error names `op`.
+    """
     if norm is None:
         return 0, 0
     fix = "pass (2 * H, K) for H queries and H keys"
@@ -169,7 +183,8 @@ def check_tensors(
 ) -> None:
     """Raises ValueError unless the arguments fit together in type, shape, dtype and device.
 
-    Strides are not checked. Raises Unsupported if a tensor has a forward-mode tangent.
+    Checks types, shapes, devices and the name of the activation, but not strides. Raises
+    Unsupported if a tensor has a forward-mode tangent. The error names `op`.
     """
     CALL.check(op, x, weight, bias, cu_seqlens)
     check_activation(op, "activation", activation, ACTIVATIONS)
@@ -205,7 +220,11 @@ def check_update(
 
 
 def refused_rows(op: str, rows: Tensor) -> str | None:
-    """Returns why the pool of last tokens cannot be updated in place, or None."""
+    """Returns the reason why a pool of last tokens cannot be updated in place, or None if it can.
+
+    It cannot if some of its elements share memory, as after `expand`. `rows` is the pool, and the
+    text begins with `op`.
+    """
     if all(n == 1 or s for n, s in zip(rows.shape, rows.stride(), strict=True)):
         return None
     needs = "a place for each: they are overwritten"
