@@ -19,19 +19,22 @@ def gated_rms_norm(
 ) -> Tensor:
     """Divides each head of x by its RMS, then multiplies by a weight and a gate; differentiable.
 
-        y = x / sqrt(mean x^2 + eps) * weight * act(gate)        over the V columns of a head
+        y = x / sqrt(mean x^2 + eps) * weight * act(gate)
 
-    Computes in fp32 (fp64 if x is fp64) and rounds once. This is the function of transformers'
-    `...RMSNormGated`, which rounds x / sqrt(..) and its product with the weight as well, and of
-    FLA's `FusedRMSNormGated`. On a CPU, tensors may have any strides, in bf16, fp16, fp32 or fp64.
-    A GPU must be a Hopper; x and gate are then bf16 or fp16, V is a multiple of 8 up to 512,
-    columns are adjacent in memory, and all other strides are multiples of 16 bytes, as in a slice
-    of a projection; weight may be bf16, fp16 or fp32. Saves x, gate and weight alone. Gradients are
-    deterministic. Second derivatives and forward-mode tangents raise Unsupported.
+    Here act is the activation, and the mean is over the V columns of the head. Computes in fp32
+    (fp64 if x is fp64) and rounds once. The modules `...RMSNormGated` of transformers, which round
+    more often, and FLA's `FusedRMSNormGated` compute the same function. Saves x, gate and weight
+    for the backward. Gradients are deterministic. Second derivatives and forward-mode tangents
+    raise Unsupported.
+
+    On a CPU, tensors may have any strides, in bf16, fp16, fp32 or fp64. A GPU must be a Hopper; x
+    and gate are then bf16 or fp16, and weight is bf16, fp16 or fp32. V must be a multiple of 8 up
+    to 512, the columns of a head adjacent in memory, and all other strides multiples of 16 bytes,
+    as in a slice of a projection.
 
     Args:
-        x: [B, T, HV, V], [T, HV, V], or [N, V].
-        gate: as x, in x's dtype.
+        x: heads of V columns: [B, T, HV, V], [T, HV, V], or [N, V].
+        gate: the input of act, with x's shape and dtype.
         weight: [V].
         eps: a float, added to the mean of x^2.
         activation: act of the gate: "silu", "swish" (the same as silu) or "sigmoid".

@@ -1,17 +1,22 @@
-"""Chooses a variant and a number of CTAs: pure functions of sizes."""
+"""Chooses the variant of a kernel and the number of CTAs: pure functions of sizes."""
 
 from qla_kernels.norm.shapes import COLUMNS, pass_rows
 
 
 def columns_of(size: int) -> int:
-    """Returns the smallest variant for rows of `size` columns."""
+    """Returns the columns of the smallest kernel variant that takes rows of `size` columns."""
     return next(columns for columns in COLUMNS if size <= columns)
 
 
 def num_blocks(num_rows: int, columns: int, places: int) -> int:
-    """Returns how many CTAs walk the rows; `places` is the number of CTAs that run together.
+    """Returns the number of CTAs among which the rows are divided.
 
-    All CTAs run at once, and take equally many steps but for one.
+    All of them run at once, and their numbers of steps differ by at most one.
+
+    Args:
+        num_rows: number of rows.
+        columns: columns of the kernel variant.
+        places: how many CTAs can run on the GPU at once.
     """
     steps = -(-num_rows // pass_rows(columns))
     rounds = -(-steps // places)

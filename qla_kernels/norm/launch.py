@@ -1,7 +1,7 @@
-"""The operators on CUDA tensors: views, and the launches in order.
+"""The operators of ops.py on CUDA tensors: makes views and launches kernels.
 
-    gated_norm_fwd    fwd
-    gated_norm_bwd    bwd, weight_sums
+    gated_norm_fwd    launches fwd
+    gated_norm_bwd    launches bwd and weight_sums
 
 Nothing here reads a tensor's values, so the host does not wait for the GPU.
 """
@@ -26,7 +26,7 @@ from qla_kernels.runtime.sm90 import FLOATS, dtype_name, low_words, readable, re
 def gated_norm_fwd(
     x: Tensor, gate: Tensor, weight: Tensor, tables: list[Tensor], eps: float, silu: bool
 ) -> Tensor:
-    """Returns y, contiguous, in x's dtype."""
+    """Computes the norm and gate; returns y, contiguous, in x's dtype. See ops.py."""
     require_aligned(OP, x=x, gate=gate)
     y = x.new_empty(x.shape)
     if not y.numel():
@@ -49,7 +49,7 @@ def gated_norm_bwd(
     eps: float,
     silu: bool,
 ) -> NormBackward:
-    """Returns dx, dgate and dweight, contiguous, in the dtypes of their inputs."""
+    """Computes the gradients dx, dgate and dweight, contiguous, in the dtypes of their inputs."""
     require_aligned(OP, x=x, gate=gate)
     dx, dgate, dweight = (each.new_empty(each.shape) for each in (x, gate, weight))
     if not dx.numel():
@@ -69,11 +69,11 @@ def gated_norm_bwd(
 
 
 class _Call(NamedTuple):
-    """What both kernels take."""
+    """The arguments that forward and backward kernels have in common."""
 
     variant: Any
-    blocks: int
-    tensors: tuple[Tensor, Tensor]  # the weight as bytes, and the end of the last sequence
+    blocks: int  # number of CTAs
+    tensors: tuple[Tensor, Tensor]  # the weight as bytes, and the end of the last sequence [1]
     numbers: tuple[int, int, int, float, float]  # weight_dtype, packed, silu, 1 / V, eps
 
 
@@ -93,7 +93,7 @@ def _call(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Returns x as a view [tokens, heads, V / PIECE, PIECE]; its tokens flatten."""
+    """Returns x as a view [tokens, heads, V / PIECE, PIECE]; `flattens` must be true of x."""
     *sizes, V = x.shape
     *steps, _ = x.stride()
     heads, head = (sizes.pop(), steps.pop()) if len(sizes) > 1 else (1, V)
@@ -105,7 +105,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """Returns a view [rows, V / PIECE, PIECE] of contiguous memory, or of x's first row."""
+    """Returns a contiguous x as a view [rows, V / PIECE, PIECE]; of any x, the first row."""
     V = x.shape[-1]
     rows = x.numel() // V
     return x.as_strided((rows, V // PIECE, PIECE), (V, PIECE, 1))
