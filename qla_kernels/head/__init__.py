@@ -1,6 +1,7 @@
-"""Log-probabilities of targets from hidden states and the head's weight, without logits in memory.
+"""Log-probabilities of target tokens from hidden states and the weight of a language model's head.
 
-`SharedBatch.logprobs` and the trainers' integrations call `target_logprobs`.
+The logits of all tokens are never in memory together. `SharedBatch.logprobs` and the integrations
+of trainers call `target_logprobs`.
 
 Reading order:
     api.py, validate.py, parts.py   the function, its checks, and the weights of a head's module

@@ -25,25 +25,27 @@ def target_logprobs(
     temperature: float = 1.0,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (log-probabilities, entropies) of L targets, both [L] in fp32; differentiable.
+    """Returns the log-probabilities of L target tokens, and the entropies of their distributions.
 
-    Logits are products summed in fp32, which are not rounded to 16 bits, and of which a block of at
-    most 528 MiB is in memory at a time: in the forward, and again in the backward. Under autocast
-    products have autocast's dtype; otherwise hidden and weight have one.
+    Both are [L], in fp32 (fp64 if hidden is fp64), and differentiable. Computes logits in blocks of
+    at most 528 MiB, once in the forward and again in the backward, and never stores the logits of
+    all tokens. Logits are summed in fp32 and are not rounded to 16 bits. Under autocast, hidden and
+    the weight are cast to autocast's dtype; otherwise both must have the same dtype.
 
     Args:
-        op: the name of the caller's function, which begins the texts of errors.
+        op: the name of the calling function, with which error texts begin.
         hidden: [N, D], the input of the head.
-        head: a weight [V, D], or a module with one, such as nn.Linear or PEFT's LoRA around it.
-        targets: [L] integers, columns of logits.
-        rows: [L], the row of hidden that predicts each target; None if L is N and each row predicts
-            one.
+        head: its weight [V, D], or its module: an nn.Linear, or PEFT's LoRA around one.
+        targets: [L] token ids, from 0 to V - 1.
+        rows: [L], the row of hidden that predicts each target; None if row i predicts target i.
         temperature: divides the logits.
-        softcap: c of c tanh(logits / c), of models with final_logit_softcapping.
+        softcap: c, for models that cap logits by c tanh(logits / c), as final_logit_softcapping in
+            their config says.
 
     Raises:
-        ValueError: arguments do not fit together.
-        Unsupported: they fit, but this version cannot run them; see `refusal`.
+        ValueError: the arguments do not fit together.
+        Unsupported: the arguments fit, but this version cannot run them; see
+            `qla_kernels.head.refusal`.
     """
     check_tensors(op, hidden, targets, rows)
     temperature, softcap = factors(op, temperature, softcap)
@@ -66,5 +68,13 @@ def target_logprobs(
 
 
 def head_parts(op: str, head: Tensor | nn.Module, hidden: Tensor) -> Parts:
-    """Returns the tensors with which `head` makes logits of `hidden`."""
+    """Returns the tensors from which logits are computed: weight, bias, and LoRA's factors.
+
+    Raises Unsupported, which names `op`, if the head is a module of another kind.
+
+    Args:
+        op: the name of the calling function.
+        head: the weight [V, D], or a module: an nn.Linear, or PEFT's LoRA around one.
+        hidden: [N, D], the input of the head, to which LoRA's first factor is applied here.
+    """
     return Parts(head) if isinstance(head, Tensor) else parts_of(op, head, hidden)

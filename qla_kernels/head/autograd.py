@@ -1,4 +1,4 @@
-"""`HeadLogprobs`: the two operators as one differentiable function.
+"""`HeadLogprobs`: the operators head_fwd and head_bwd as one function for autograd.
 
 The gradients are not differentiable in turn; differentiating them raises Unsupported.
 """
@@ -16,7 +16,7 @@ from qla_kernels.runtime.derivatives import refuse_second_derivative
 class HeadLogprobs(torch.autograd.Function):
     """Runs head_fwd, and head_bwd in the backward; returns (log-probabilities, entropies), [L].
 
-    Besides its inputs it saves two numbers of each row for the backward.
+    Besides its inputs it saves two numbers for each row of hidden: log-sum-exp and entropy.
     """
 
     @staticmethod
@@ -35,7 +35,7 @@ class HeadLogprobs(torch.autograd.Function):
         temperature: float,
         softcap: float,
     ) -> tuple[Tensor, Tensor]:
-        """Runs head_fwd; `order` sorts the targets by row."""
+        """Runs head_fwd; `order` sorts the targets by row, None if they are sorted already."""
         targets = (targets if order is None else targets[order]).to(torch.int32)
         inputs = hidden, weight, bias, low, up
         logprobs, lse2, entropy = ops.head_fwd(*inputs, targets, first, temperature, softcap)

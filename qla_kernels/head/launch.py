@@ -1,14 +1,15 @@
-"""The operators on CUDA tensors: products by cuBLAS, and the kernels between them.
+"""The operators of ops.py on CUDA tensors: matrix products by cuBLAS, and our kernels between them.
 
-The vocabulary is walked in blocks of COLUMNS, and rows in blocks of TOKENS, so that 528 MiB of fp32
+Logits are computed in blocks of TOKENS rows and COLUMNS columns, so that at most 528 MiB of fp32
 logits are in memory at a time:
 
-    head_fwd    for each block: a product, then row_sums
-    head_bwd    for each block: a product, then row_grads, then the products with its result
+    head_fwd    for each block: logits by cuBLAS, then row_sums
+    head_bwd    for each block: logits by cuBLAS, their gradients by row_grads, and the products of
+                these with weight and hidden by cuBLAS
 
-The block of the vocabulary is the outer loop. Where all rows fit into one block, each row of
-dweight is one product, whose sum over all tokens stays in fp32 accumulators. dhidden is summed over
-blocks in fp32. A low-rank addition is further columns of hidden and weight.
+The outer loop is over columns, the vocabulary. If all rows fit into one block, each row of dweight
+is one product, whose sum over all tokens stays in fp32 accumulators. dhidden is summed over blocks
+in fp32. LoRA's factors are further columns of hidden and of the weight.
 
 Nothing here reads a tensor's values, so the host does not wait for the GPU.
 """
@@ -31,37 +32,43 @@ ALIGNED = 8  # columns of 16 bits in 16 bytes; cuBLAS is several times slower on
 
 
 class Curve(NamedTuple):
-    """How the kernels make x of logits, and dz of dx."""
+    """The numbers with which the kernels apply temperature and softcap to logits.
 
-    top2: float
-    curve: float
-    slope: float
-    bend: float
+    A logit z becomes x = softcap tanh(z / softcap) / temperature, or z / temperature without a cap.
+    """
+
+    top2: float  # the largest x, or without a cap the factor of z; times log2 e, for base 2
+    curve: float  # 2 log2 e / softcap, or 0 without a cap
+    slope: float  # 1 / temperature: the derivative of x at z = 0
+    bend: float  # top2^-2, or 0 without a cap: the derivative is slope (1 - bend x^2), x in base 2
 
 
 class Product(NamedTuple):
-    """The factors of the logits, and what is common to all blocks."""
+    """The matrices whose product is the logits, and a buffer for one block of logits."""
 
-    left: Tensor  # [N, D or more] hidden, and low beside it
-    weight: Tensor
-    bias: Tensor | None
-    up: Tensor | None
+    left: Tensor  # [N, D or more] hidden, and LoRA's `low` as further columns
+    weight: Tensor  # [V, D]
+    bias: Tensor | None  # [V]
+    up: Tensor | None  # [V, r] LoRA's second factor
     curve: Curve
-    logits: Tensor  # [TOKENS or fewer, COLUMNS / PIECE, PIECE] memory of a block
+    logits: Tensor  # [TOKENS or fewer, COLUMNS / PIECE, PIECE] the buffer
 
     def right(self, columns: slice) -> Tensor:
-        """Returns a block of the weight, [columns, as left], in left's dtype."""
+        """Returns the right matrix of a block: these rows of the weight, and of `up` beside them.
+
+        It has as many columns as `left`, and left's dtype.
+        """
         weight = self.weight[columns].to(self.left.dtype)
         return weight if self.up is None else _beside(weight, self.up[columns])
 
     def block(self, rows: slice, right: Tensor) -> Tensor:
-        """Computes logits of a block; returns its rows of `logits`."""
+        """Computes the logits of a block into the buffer; returns the rows that it wrote."""
         out = self.logits[: rows.stop - rows.start]
         multiply(self.left[rows], right.mT, out.flatten(1)[:, : right.shape[0]])
         return out
 
     def bias_of(self, columns: slice) -> Tensor:
-        """Returns the bias of a block in fp32, or a placeholder."""
+        """Returns the bias of these columns in fp32, or a placeholder if there is no bias."""
         return self.logits.view(-1)[:1] if self.bias is None else self.bias[columns].float()
 
 
@@ -77,7 +84,7 @@ def head_fwd(
     temperature: float,
     softcap: float,
 ) -> HeadForward:
-    """Returns log-probabilities, the base-2 lse and entropies, in fp32.
+    """Computes log-probabilities, the log-sum-exp in base 2, and entropies, in fp32; see ops.py.
 
     The log-probability of a target outside of the vocabulary is NaN.
     """
@@ -120,7 +127,7 @@ def head_bwd(
     softcap: float,
     wanted: list[bool],
 ) -> HeadBackward:
-    """Returns the gradients that are wanted, contiguous, in the dtypes of their inputs."""
+    """Computes the gradients that are `wanted`, contiguous, in the dtypes of their inputs."""
     want = Wanted(*wanted)
     num_rows, D = hidden.shape
     vocabulary = weight.shape[0]
@@ -155,13 +162,13 @@ def head_bwd(
                 grads, more = dz[: logits.shape[0]].flatten(1)[:, :num_columns], rows.start > 0
                 if dleft is not None:
                     multiply(grads, right, dleft[rows], columns.start > 0)
-                given = iter(sums)
+                outputs = iter(sums)
                 if dweight is not None:
-                    multiply(grads.mT, hidden[rows], next(given), more)
+                    multiply(grads.mT, hidden[rows], next(outputs), more)
                 if dbias is not None:
-                    _add(grads.sum(0, dtype=torch.float32), next(given), more)
+                    _add(grads.sum(0, dtype=torch.float32), next(outputs), more)
                 if dup is not None and low is not None:
-                    multiply(grads.mT, low[rows].to(grads.dtype), next(given), more)
+                    multiply(grads.mT, low[rows].to(grads.dtype), next(outputs), more)
             for x, total in zip(of_weights, sums, strict=True):
                 if total.dtype != x.dtype:
                     x[columns] = total
@@ -174,7 +181,10 @@ def head_bwd(
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, more: bool = False) -> None:
-    """Sets `out` to a b, or with `more` to out + a b: sums in fp32, rounded once to out's dtype."""
+    """Writes the matrix product a b to `out`, or adds it to `out` if `more` is True.
+
+    Sums are fp32 and are rounded once, to out's dtype.
+    """
     if not a.is_cuda:  # in the emulator
         _add(a.float() @ b.float(), out, more)
     elif out.dtype == a.dtype:
@@ -205,7 +215,7 @@ def _product(
 
 
 def curve_of(temperature: float, softcap: float) -> Curve:
-    """Returns the kernels' numbers for x = z / temperature, z capped if `softcap` is above 0."""
+    """Returns the numbers with which kernels apply a temperature and a softcap; 0 is no softcap."""
     log2e = math.log2(math.e)
     if not softcap:
         return Curve(log2e / temperature, 0.0, 1 / temperature, 0.0)
@@ -214,14 +224,17 @@ def curve_of(temperature: float, softcap: float) -> Curve:
 
 
 def _beside(x: Tensor, y: Tensor) -> Tensor:
-    """Returns [x, y, zeros] in x's dtype, with columns in multiples of ALIGNED."""
+    """Returns the columns of x, then those of y, then zeros up to a multiple of ALIGNED columns."""
     columns = x.shape[1] + y.shape[1]
     nothing = x.new_zeros(x.shape[0], -columns % ALIGNED)
     return torch.cat([x, y.to(x.dtype), nothing], 1)
 
 
 def _sum_of(x: Tensor, num_rows: int) -> Tensor:
-    """Returns the tensor in which the gradients x are summed: x itself, or an fp32 copy."""
+    """Returns the tensor in which a gradient is summed over blocks of rows.
+
+    That is x, its final place, if there is one block or if x is fp32; otherwise a new fp32 tensor.
+    """
     in_one_go = num_rows <= TOKENS
     return x if in_one_go or x.dtype == torch.float32 else torch.empty_like(x, dtype=torch.float32)
 

@@ -2,10 +2,13 @@
 
     head_fwd, head_bwd   log-probabilities of targets from hidden states, and the gradients
 
-hidden is [N, D], weight [V, D], bias [V]; low [N, r] and up [V, r] add low up^T to the logits. The
-dtype of hidden is that of the products; weight, low and up are rounded to it, block by block.
-targets [L] int32 are ascending by row: those of row r are first[r] .. first[r + 1] - 1, with first
-[N + 1] int32. Logits are divided by `temperature`, after a cap `softcap` (0: none).
+The logits are hidden weight^T + low up^T + bias, with hidden [N, D], weight [V, D], bias [V], and
+LoRA's factors low [N, r] and up [V, r]. Products are computed in the dtype of hidden; weight, low
+and up are rounded to it, block by block. Logits are capped at `softcap`, unless that is 0, and then
+divided by `temperature`.
+
+targets [L] int32 are token ids, sorted by the row of hidden that predicts them: row r predicts the
+targets first[r] to first[r + 1] - 1, with first [N + 1] int32.
 
 CUDA tensors go to launch.py. No result shares memory with an argument.
 """
@@ -31,7 +34,7 @@ class HeadForward(NamedTuple):
 
 
 class HeadBackward(NamedTuple):
-    """Results of head_bwd; each has the shape and dtype of its input, or is None."""
+    """Results of head_bwd: each has the shape and dtype of its input, or is None if not wanted."""
 
     dhidden: Tensor | None
     dweight: Tensor | None
@@ -41,7 +44,7 @@ class HeadBackward(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Which gradients head_bwd computes, of inputs that are there."""
+    """Which gradients head_bwd computes; an input that is None has none."""
 
     hidden: bool
     weight: bool

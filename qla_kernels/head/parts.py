@@ -1,4 +1,4 @@
-"""The weights of a head's module: nn.Linear, and PEFT's adapters around it."""
+"""Takes the weights out of the module of a head: an nn.Linear, or PEFT's adapters around one."""
 
 from typing import Any, NamedTuple
 
@@ -11,20 +11,20 @@ FIX = "pass a weight [V, D], or compute logits and call gather_logprobs"
 
 
 class Parts(NamedTuple):
-    """Logits are hidden weight^T + bias + low up^T."""
+    """The tensors from which logits are computed: hidden weight^T + bias + low up^T."""
 
     weight: Tensor  # [V, D]
     bias: Tensor | None = None  # [V]
-    low: Tensor | None = None  # [N, r]
-    up: Tensor | None = None  # [V, r]
+    low: Tensor | None = None  # [N, r] hidden times LoRA's first factor; None without LoRA
+    up: Tensor | None = None  # [V, r] LoRA's second factor
 
 
 def parts_of(op: str, head: nn.Module, hidden: Tensor) -> Parts:
-    """Returns the tensors with which a module makes logits of `hidden` [N, D].
+    """Returns the tensors from which a head's module computes the logits of `hidden` [N, D].
 
-    `low` is differentiable in hidden and in the adapters' weights; it has their dropout and their
-    scaling. Raises Unsupported for modules that compute something else than a linear function of
-    hidden, or another than nn.Linear and LoRA do.
+    LoRA's first factor, dropout and scaling are applied here, differentiably: the result is the
+    field `low`. Raises Unsupported, which names `op`, for modules other than nn.Linear and PEFT's
+    LoRA around one.
     """
     if hasattr(head, "modules_to_save"):  # PEFT: a copy that is trained
         return parts_of(op, _saved_module(head), hidden)
@@ -45,7 +45,7 @@ def _saved_module(head: Any) -> nn.Module:
 
 
 def _with_adapters(op: str, head: Any, hidden: Tensor) -> Parts:
-    """Returns the parts of a LoRA layer of PEFT, with its active adapters side by side."""
+    """Returns the tensors of a LoRA layer of PEFT; active adapters become one of higher rank."""
     base = parts_of(op, head.get_base_layer(), hidden)
     if head.disable_adapters:
         if head.merged:

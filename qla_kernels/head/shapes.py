@@ -1,10 +1,10 @@
 """Sizes that the host and the kernels share."""
 
 PIECE = 4  # fp32 logits in a 16-byte access
-# Of a block, whose logits are in memory at a time: 528 MiB. Tiles of 128 x 256 are 32 whole waves
-# on the 132 SMs of an H100 for logits, and 8 for gradients of weights of 4096 columns.
+# Size of a block of logits: 528 MiB. In tiles of 128 x 256, its product is 32 whole waves on the
+# 132 SMs of an H100, and the gradient of a weight with 4096 columns is 8.
 COLUMNS = 33 * 256
 TOKENS = 16384
 
-# Flags of a launch
-FIRST, LAST, BIAS = 1, 2, 4  # the first, the last block of the vocabulary; a bias is added
+# Flags of a launch: the block is the first or the last of the vocabulary; there is a bias
+FIRST, LAST, BIAS = 1, 2, 4

@@ -1,10 +1,11 @@
-"""Checks of a call: `refusal`, and the checks that every implementation shares.
+"""Checks of the arguments of `target_logprobs`.
 
     check_*, factors   raise ValueError if the call is malformed, on every device
     refusal            returns the text of an Unsupported if a well-formed call cannot be run
 
-They look at types, shapes, dtypes and devices. `check_vocabulary` reads targets; it does so on the
-CPU, and under QLA_CHECK=1.
+They look at types, shapes, dtypes and devices. Only `check_vocabulary` reads the values of a
+tensor: on the CPU, and on a GPU under QLA_CHECK=1. The checks serve several functions: their
+argument `op` is the name of the function that was called, with which the text of an error begins.
 """
 
 from typing import Any
@@ -55,19 +56,21 @@ def check_tensors(op: str, hidden: Tensor, targets: Tensor, rows: Tensor | None)
 
 
 def factors(op: str, temperature: Any, softcap: Any) -> tuple[float, float]:
-    """Returns both as floats; a softcap of None is 0. Raises ValueError unless they are positive.
+    """Checks the factors of logits: returns (temperature, softcap) as floats.
 
-    A temperature on a GPU has to be read by the caller.
+    A softcap of None becomes 0. Raises ValueError, which names `op`, unless both are positive,
+    finite numbers or CPU tensors of one element; a tensor on a GPU is refused, because reading it
+    would wait for the GPU.
     """
-    found = number(op, "temperature", temperature, "pass the temperature of sampling, as a float")
-    if not 0 < found < float("inf"):
+    divisor = number(op, "temperature", temperature, "pass the temperature of sampling, as a float")
+    if not 0 < divisor < float("inf"):
         fix = "pass the temperature of sampling; divide hidden by one that is learned"
         raise ValueError(need(op, f"temperature={temperature}", "a positive number", fix))
     cap = 0.0 if softcap is None else number(op, "softcap", softcap)
     if softcap is not None and not 0 < cap < float("inf"):
         fix = "pass config.final_logit_softcapping, or None"
         raise ValueError(need(op, f"softcap={softcap}", "a positive number", fix))
-    return found, cap
+    return divisor, cap
 
 
 def refusal(
@@ -77,16 +80,16 @@ def refusal(
     capability: tuple[int, int] | None = None,
     op: str = "target_logprobs",
 ) -> str | None:
-    """Returns the reason why this version cannot run the call, or None if it can run the call.
+    """Returns the reason why this version cannot run `target_logprobs`, or None if it can.
 
     Args:
-        hidden: [N, D] in the dtype of the products.
-        parts: the head's tensors.
-        capability: answer for a GPU of this compute capability, whatever the tensors' device.
+        hidden: [N, D], the input of the head; under autocast, after its cast.
+        parts: the head's tensors, from `head_parts`.
+        capability: answer as if the tensors were on a GPU of this compute capability: (9, 0).
         op: the name of the function, which begins the returned text.
 
     Raises:
-        ValueError: the head's tensors do not fit to hidden.
+        ValueError: the head's tensors do not fit hidden in shape or device.
     """
     PARTS.check(op, hidden, *parts)
     reason = _refused_tensors(hidden, parts)
@@ -97,9 +100,9 @@ def refusal(
 
 
 def _refused_tensors(hidden: Tensor, parts: Parts) -> Reason | None:
-    """Returns the reason, on any device, for dtypes and for tensors that are spread over ranks.
+    """Returns the reason why no device can run the call: its dtypes, or a weight split over ranks.
 
-    Under autocast, weights may be the fp32 numbers that autocast rounds. LoRA's may always be.
+    Under autocast, weights may be fp32, because autocast rounds them. LoRA's may always be fp32.
     """
     if hidden.dtype not in FLOATS:
         return f"hidden is {dtype_name(hidden.dtype)}", one_of(FLOATS), "cast it"
@@ -117,16 +120,17 @@ def _refused_tensors(hidden: Tensor, parts: Parts) -> Reason | None:
 
 
 def under_autocast(x: Tensor) -> bool:
-    """Returns whether autocast is on for x's device; it does not exist for meta tensors."""
+    """Returns whether torch.autocast is on for x's device; False for meta tensors."""
     kind = x.device.type
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def check_vocabulary(op: str, targets: Tensor, vocabulary: int) -> None:
-    """Raises ValueError if a target is not in 0 .. vocabulary - 1.
+    """Raises ValueError if a target, a token id, is not from 0 to vocabulary - 1.
 
-    Checks targets on the CPU, and those on a GPU only under QLA_CHECK=1; checks nothing while
-    torch.compile traces. Otherwise the log-probability of such a target is NaN.
+    Checks targets on the CPU, and on a GPU only under QLA_CHECK=1; checks nothing while
+    torch.compile traces. The log-probability of a wrong target that is not checked is NaN. The
+    error names `op`.
     """
     if len(targets) and are_read(targets):
         for token in (int(targets.min()), int(targets.max())):
