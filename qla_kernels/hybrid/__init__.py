@@ -1,9 +1,11 @@
-"""Layers of models that mix attention with gated delta nets, on the kernels of other families.
+"""Whole gated-delta-net layers, and their parts over batches that store shared prompts once.
+
+These functions call the kernels of gdn, conv and norm; the layouts of batches come from dualkv.
 
 layer.py, recompute.py      a layer between its projections: convolution, rule, norm and gate
-step.py                     a step of decoding: convolution, rule, norm and gate
-conv.py, conv_tables.py     the causal convolution over a shared-prompt layout, and its tables
-delta.py, delta_tables.py   the gated delta rule over a shared-prompt layout, and its tables
+step.py                     the same for one token of each sequence, for decoding
+conv.py, conv_tables.py     the causal convolution with shared prompts, and its tables
+delta.py, delta_tables.py   the gated delta rule with shared prompts, and its tables
 layouts.py                  the check of a layout, and the tables that it stores
 """
 

@@ -1,4 +1,4 @@
-"""The public function `shared_prefix_conv1d`: the causal convolution over a prefix tree."""
+"""The public function `shared_prefix_conv1d`: the causal convolution with shared prompts."""
 
 from torch import Tensor
 
@@ -24,10 +24,12 @@ def shared_prefix_conv1d(
 ) -> Tensor:
     """Computes `causal_conv1d` over packed sequences that store shared prefixes once.
 
-    The first tokens of a response see the last tokens of its prompt; in a deeper tree the window
-    may span several nodes. Results and gradients equal those of running each sequence alone; the
-    gradient of a shared token is the sum over the sequences that contain it. Dtypes, strides and
-    derivatives are as in `causal_conv1d`.
+    A prompt is stored once, and its responses follow it. The convolution of the first tokens of
+    each response reads the last tokens of its prompt. In general, sequences may share prefixes as a
+    tree, and a token reads the W - 1 tokens before it in its own sequence, wherever they are
+    stored. Results and gradients equal those of running each sequence alone; the gradient of a
+    shared token is the sum over the sequences that contain it. Dtypes, strides and derivatives are
+    as in `causal_conv1d`.
 
     On a GPU the first call with a layout builds the kernels' tables on the host. Call
     `prepare_conv1d` to build the tables earlier; torch.compile and CUDA graph captures require
@@ -59,13 +61,14 @@ def shared_prefix_conv1d(
 
 
 def prepare_conv1d(layout: SharedLayout, width: int) -> None:
-    """Builds the tables of `shared_prefix_conv1d` before the first call with this layout.
+    """Builds the kernels' tables of `shared_prefix_conv1d` before its first call with a layout.
+
+    Otherwise that call builds them, which it cannot do in compiled code or while a CUDA graph is
+    captured. Raises ValueError if the width is not supported.
 
     Args:
-        layout: the layout of the calls.
-        width: W of the weight, from 2 to 4.
-
-    Raises ValueError if the width is not supported.
+        layout: the layout of the calls, which will hold the tables.
+        width: W of the weight [channels, W], from 2 to 4.
     """
     if integer(OP, "width", width) not in WIDTHS:
         needs = f"{WIDTHS[0]} to {WIDTHS[-1]}"

@@ -1,7 +1,8 @@
-"""Tables with which the convolution follows a prefix tree, built on the host from a layout's nodes.
+"""Builds the tables that tell the convolution's kernels which tokens a prefix tree shares.
 
-qla_kernels.conv.ops.ConvTables says what each holds. They take O(nodes) memory and depend on the
-layout and on the width. All layers and the backward share them.
+qla_kernels.conv.ops.ConvTables says what each table holds. They are built on the host from the
+nodes of a layout, take O(nodes) memory, and depend on the layout and on the width of the weight.
+All layers and the backward use the same tables.
 """
 
 from functools import partial
@@ -20,36 +21,46 @@ OP = "shared_prefix_conv1d"
 
 
 def prepare(layout: SharedLayout, width: int) -> list[Tensor]:
-    """Returns the fields of the layout's ConvTables, as `tables_of` does."""
+    """Returns the layout's ConvTables as a list; the first call for a width builds them.
+
+    Raises ValueError if they would have to be built in compiled code or during the capture of a
+    CUDA graph.
+    """
 
     def build() -> tuple[list[Tensor], Tensor]:
-        built = tree_tables(layout.nodes, layout.num_tokens, width)
-        there = moved(torch.cat([table.flatten() for table in built]), layout.tout.device)
+        on_host = tree_tables(layout.nodes, layout.num_tokens, width)
+        buffer = moved(torch.cat([table.flatten() for table in on_host]), layout.tout.device)
         views, start = [], 0
-        for table in built:
-            views.append(there[start : start + table.numel()].view(table.shape))
+        for table in on_host:
+            views.append(buffer[start : start + table.numel()].view(table.shape))
             start += table.numel()
-        return views, there
+        return views, buffer
 
-    found = tables_of(layout, ("conv", width), build, partial(_not_prepared, width))
-    return cast(list[Tensor], found)
+    tables = tables_of(layout, ("conv", width), build, partial(_not_prepared, width))
+    return cast(list[Tensor], tables)
 
 
 def _not_prepared(width: int, before: str) -> str:
-    """Returns the text of an error: the tables are missing where they cannot be built."""
+    """Returns the text of the error that says that the tables must be built before."""
     got = f"the layout has no tables for width {width}"
     fix = f"call prepare_conv1d(layout, {width}) before {before}"
     return need(OP, got, "tables that the host built beforehand", fix)
 
 
 def tree_tables(nodes: Tensor, num_tokens: int, width: int) -> ConvTables:
-    """Returns the tables of a tree on the host; `nodes` are those of a SharedLayout."""
+    """Returns the tables of a prefix tree, on the host.
+
+    Args:
+        nodes: the field of that name of a SharedLayout.
+        num_tokens: number of packed tokens, T.
+        width: the width of the convolution's weight.
+    """
     up, reach = parents(nodes), width - 1
     halo: list[list[int]] = []
     for parent in up:
         if parent < 0:
             halo.append([-1] * reach)
-        else:  # the end of the parent's line: its halo, then its tokens
+        else:  # the last of the parent's halo and of its tokens
             first, end, _ = nodes[parent].tolist()
             own = list(range(max(first, end - reach), end))
             halo.append([*halo[parent], *own][-reach:])
@@ -79,6 +90,6 @@ def tree_tables(nodes: Tensor, num_tokens: int, width: int) -> ConvTables:
     )
 
 
-def _numbers(found: list[int]) -> Tensor:
-    """Returns an int32 CPU tensor, whatever torch's default device is."""
-    return torch.tensor(found, dtype=torch.int32, device="cpu")
+def _numbers(values: list[int]) -> Tensor:
+    """Returns the values as an int32 CPU tensor, whatever torch's default device is."""
+    return torch.tensor(values, dtype=torch.int32, device="cpu")

@@ -1,4 +1,4 @@
-"""The public function `shared_prefix_gated_delta_rule`: the gated delta rule over a prefix tree."""
+"""The public function `shared_prefix_gated_delta_rule`: the rule over shared prompts."""
 
 import torch
 from torch import Tensor
@@ -102,11 +102,11 @@ def shared_prefix_gated_delta_rule(
 def prepare_gated_delta_rule(layout: SharedLayout, output_final_state: bool = False) -> None:
     """Builds the kernels' tables of `shared_prefix_gated_delta_rule` before the first call.
 
-    Otherwise the first call with this layout builds them; compiled code and CUDA graph captures
-    cannot.
+    Otherwise the first call with this layout builds them, which it cannot do in compiled code or
+    while a CUDA graph is captured.
 
     Args:
-        layout: the layout of the calls.
+        layout: the layout of the calls, which will hold the tables.
         output_final_state: the value that the calls will pass.
     """
     prepare(layout, flag(TREE_OP, "output_final_state", output_final_state))

@@ -1,7 +1,7 @@
-"""Tables with which the gated delta rule follows a prefix tree, built from a layout's nodes.
+"""Builds the tables that tell the gated delta rule's kernels the shape of a prefix tree.
 
-DeltaTables of qla_kernels.gdn.tree.tables says what each holds. All layers and the backward share
-them.
+DeltaTables of qla_kernels.gdn.tree.tables says what each table holds. They are built on the host
+from the nodes of a layout. All layers and the backward use the same tables.
 """
 
 from functools import partial
@@ -17,20 +17,28 @@ from qla_kernels.runtime.errors import need
 
 
 def prepare(layout: SharedLayout, output_final_state: bool) -> DeltaTables:
-    """Returns the layout's tables, as `tables_of` does."""
+    """Returns the layout's DeltaTables; the first call builds them.
+
+    Raises ValueError if they would have to be built in compiled code or during the capture of a
+    CUDA graph.
+
+    Args:
+        layout: the layout.
+        output_final_state: whether the calls return the final state of each sequence.
+    """
 
     def build() -> tuple[DeltaTables, Tensor]:
         bounds = [*layout.nodes[:, 0].tolist(), layout.num_tokens]
-        built = tree_tables(bounds, parents(layout.nodes), output_final_state)
-        there = moved(one_buffer(built), layout.tout.device)
-        return moved_together(built, there), there
+        on_host = tree_tables(bounds, parents(layout.nodes), output_final_state)
+        buffer = moved(one_buffer(on_host), layout.tout.device)
+        return moved_together(on_host, buffer), buffer
 
     key, missing = ("gdn", int(output_final_state)), partial(_not_prepared, output_final_state)
     return cast(DeltaTables, tables_of(layout, key, build, missing))
 
 
 def _not_prepared(output_final_state: bool, before: str) -> str:
-    """Returns the text of an error: the tables are missing where they cannot be built."""
+    """Returns the text of the error that says that the tables must be built before."""
     final = ", output_final_state=True" if output_final_state else ""
     fix = f"call prepare_gated_delta_rule(layout{final}) before {before}"
     got = "the layout has no tables for it"

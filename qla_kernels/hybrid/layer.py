@@ -1,4 +1,4 @@
-"""The public function `gated_delta_net`: what a layer does between its projections."""
+"""The public function `gated_delta_net`: a layer between its input and output projections."""
 
 from typing import Any
 
@@ -54,15 +54,16 @@ def gated_delta_net(
     layout: SharedLayout | None = None,
     recompute: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes a gated delta net from its input projections to its output projection.
+    """Computes a gated-delta-net layer between its input projections and its output projection.
 
         q, k, v = causal_conv1d(mixed_qkv), q and k divided by their L2 norms
         o = chunk_gated_delta_rule(q, k, v, g, sigmoid(b))     g = -exp(A_log) softplus(a + dt_bias)
         y = gated_rms_norm(o, z)
 
-    Equals a call of these three functions, with fewer launches: the convolution divides q and k by
-    their norms and its backward reads the three gradients where they are. Differentiable once, in
-    every tensor. Saves mixed_qkv, q, k, v, o and z, and what the gated delta rule saves.
+    The result equals that of these three functions, but there are fewer launches: the kernel of the
+    convolution also divides q and k by their norms, and its backward reads the gradients of q, k
+    and v from three tensors, without a concatenation. Differentiable once, in every tensor. Saves
+    mixed_qkv, q, k, v, o and z for the backward, and what the gated delta rule saves.
 
     Args:
         mixed_qkv: [B, T, 2 H K + HV V]: H queries, H keys and HV values of each token.
@@ -76,14 +77,14 @@ def gated_delta_net(
         norm_weight: [V], the weight of the RMSNorm.
         norm_eps, z_activation: eps and activation of `gated_rms_norm`.
         scale, output_final_state, allow_neg_eigval, state_v_first: as in `chunk_gated_delta_rule`.
-        initial_state: of the gated delta rule, as there; the convolution begins each sequence with
-            zeros.
+        initial_state: the states from which the gated delta rule starts, as in
+            `chunk_gated_delta_rule`. The convolution always starts a sequence from zeros.
         use_qk_l2norm_in_kernel: False leaves q and k as they are.
         cu_seqlens, cu_seqlens_cpu: bounds of packed sequences, as in `chunk_gated_delta_rule`.
-        layout: the `layout` of a `SharedBatch`: packed sequences that store shared prefixes once,
-            as in `shared_prefix_gated_delta_rule`. Not with cu_seqlens or initial_state.
-        recompute: do not save q, k and v: the backward runs the convolution again. Ignored in a
-            compiled graph.
+        layout: the `layout` of a `SharedBatch`, if the packed sequences store shared prefixes once;
+            see `shared_prefix_gated_delta_rule`. Not with cu_seqlens or initial_state.
+        recompute: True saves memory: q, k and v are not saved, and the backward runs the
+            convolution again. Ignored in a compiled graph.
 
     Returns:
         y [B, T, HV, V] in mixed_qkv's dtype, and the final state as in `chunk_gated_delta_rule`, or
@@ -146,7 +147,7 @@ def _sizes(
     norm_weight: Tensor,
     key_heads: int,
 ) -> tuple[int, int, int, int]:
-    """Returns H, K, HV and V. Raises ValueError unless the tensors have one of each."""
+    """Returns H, K, HV and V; raises ValueError if the shapes of the tensors contradict them."""
     H = integer(OP, "key_heads", key_heads)
     if mixed_qkv.dim() != 3:
         got = f"mixed_qkv has shape {tuple(mixed_qkv.shape)}"
@@ -187,7 +188,11 @@ def _sequences(
     cu_seqlens: Tensor | None,
     layout: SharedLayout | None,
 ) -> list[Tensor]:
-    """Returns the convolution's tables. Raises ValueError unless they describe the tokens."""
+    """Returns the tables that tell the convolution which tokens are of which sequence.
+
+    See `tables` in qla_kernels/conv/ops.py. Raises ValueError unless cu_seqlens or layout fits the
+    tokens of mixed_qkv.
+    """
     if layout is not None:
         for name, x in (("cu_seqlens", cu_seqlens), ("initial_state", initial_state)):
             if x is not None:

@@ -1,4 +1,4 @@
-"""Helpers of functions over a SharedLayout: its check, its tree, and the tables that it stores."""
+"""Helpers of the functions that take a SharedLayout: its check, its tree, its stored tables."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,14 +13,17 @@ from qla_kernels.runtime.errors import need
 
 
 class PreparedTables(NamedTuple):
-    """Tables of a layout, and a handle that makes other streams wait for them."""
+    """Tables of a layout, and a handle that makes a stream wait until they are on the GPU."""
 
     tables: Any
     kept: Kept[Any]
 
 
 def check_layout(op: str, name: str, x: Tensor, layout: SharedLayout) -> None:
-    """Raises ValueError unless the layout describes the tokens of x [B, T, ..], named `name`."""
+    """Raises ValueError unless x is [1, T, ..] with the T tokens of the layout, on its device.
+
+    `op` and `name` are the function and the argument that the error names.
+    """
     if not isinstance(layout, SharedLayout):
         got, fix = f"layout is of type {type(layout).__name__}", "pass batch.layout"
         raise ValueError(need(op, got, "a SharedLayout", fix))
@@ -34,10 +37,11 @@ def check_layout(op: str, name: str, x: Tensor, layout: SharedLayout) -> None:
 
 
 def parents(nodes: Tensor) -> list[int]:
-    """Returns the parent of each node, -1 for roots; `nodes` [n, 3] is SharedLayout.nodes.
+    """Returns the index of each node's parent, or -1 for a root.
 
-    Nodes are in depth-first order, so a node's ancestors are the earlier nodes whose subtrees have
-    not ended.
+    `nodes` is the field of that name of a SharedLayout. A node is a run of tokens, such as a prompt
+    or a response, and the parent of a response is its prompt. Nodes are in depth-first order, so a
+    node's ancestors are the earlier nodes whose subtrees have not ended.
     """
     parents_of: list[int] = []
     path: list[tuple[int, int]] = []  # (tout, node)
@@ -55,15 +59,18 @@ def tables_of(
     build: Callable[[], tuple[Any, Tensor]],
     missing: Callable[[str], str],
 ) -> Any:
-    """Returns the layout's tables for `key`; the first call builds them and copies them.
+    """Returns tables that a layout holds under `key`; the first call builds them.
 
     The copy to a GPU does not block the host. A call on another stream makes that stream wait for
-    the copy; compiled code does not. Raises ValueError if the tables would have to be built inside
+    the copy, except in compiled code. Raises ValueError if the tables would have to be built inside
     compiled code or during the capture of a CUDA graph.
 
     Args:
+        layout: the layout.
+        key: the name of the kernels and a number, such as ("conv", width).
         build: returns the tables on the layout's device, and the buffer that they are views of.
-        missing: returns the error's text, given what the tables must be built before.
+        missing: returns the text of the error; its argument says what was going on, such as "the
+            capture of a CUDA graph".
     """
     ready: PreparedTables | None = layout.further.get(key)
     if ready is None:

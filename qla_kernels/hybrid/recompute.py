@@ -1,7 +1,8 @@
-"""`recomputed_rule`: convolution and gated delta rule, of which the backward runs the first again.
+"""`recomputed_rule`: convolution and gated delta rule; the backward runs the convolution again.
 
-The rule's autograd.Function runs inside of `RecomputedRule`, on a stand-in for its ctx: what it
-saves is saved by RecomputedRule, but for q, k and v.
+q, k and v, the results of the convolution, are therefore not saved. `RecomputedRule` calls forward
+and backward of the rule's own autograd.Function, with a stand-in for its ctx, and itself saves what
+that function saves, apart from q, k and v.
 """
 
 import copy
@@ -28,27 +29,30 @@ from qla_kernels.runtime.sm90 import require
 
 
 class Convolution(NamedTuple):
-    """The arguments of a convolution, checked, and the heads of its result."""
+    """The checked arguments of a convolution whose result is q, k and v."""
 
     x: Tensor  # [B, T, 2 H K + HV V]
     weight: Tensor
     bias: Tensor | None
     silu: bool
-    norm: tuple[int, int]  # heads, and their size, whose L2 norm becomes 1; (0, 0): none
+    norm: tuple[int, int]  # (heads, size): the first heads' L2 norms become 1; (0, 0) for none
     sizes: tuple[int, int, int, int]  # H, K, HV, V
     tables: list[Tensor]
 
     def widths(self) -> tuple[int, int, int]:
-        """Returns the channels of q, k and v."""
+        """Returns the numbers of channels of q, k and v."""
         H, K, HV, V = self.sizes
         return H * K, H * K, HV * V
 
     def heads(self, sections: Sequence[Tensor]) -> list[Tensor]:
-        """Returns q, k and v [B, T, heads, size] of the sections of the result."""
+        """Splits channels into heads: returns q, k and v as [B, T, heads, size].
+
+        `sections` are the same three as [B, T, channels].
+        """
         H, K, HV, V = self.sizes
         shapes = (H, K), (H, K), (HV, V)
-        found = zip(sections, shapes, strict=True)
-        return [x.view(*x.shape[:2], *shape) for x, shape in found]
+        pairs = zip(sections, shapes, strict=True)
+        return [x.view(*x.shape[:2], *shape) for x, shape in pairs]
 
     def run(self) -> list[Tensor]:
         """Returns q, k and v, without autograd."""
@@ -57,11 +61,11 @@ class Convolution(NamedTuple):
         return self.heads(torch.split(y, list(self.widths()), -1))
 
     def sections(self) -> list[Tensor]:
-        """Returns q, k and v, with autograd."""
-        found = convolve_sections(
+        """Computes the convolution with autograd; returns q, k and v [B, T, heads, size]."""
+        sections = convolve_sections(
             self.x, self.weight, self.bias, self.silu, self.tables, self.norm, self.widths()
         )
-        return self.heads(found)
+        return self.heads(sections)
 
 
 def recomputed_rule(
@@ -81,9 +85,10 @@ def recomputed_rule(
     A_log: Tensor,
     dt_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns o [B, T, HV, V] and the final state of a call that records gradients.
+    """Runs a convolution and the gated delta rule, without saving q, k and v for the backward.
 
-    The convolution has been checked; the other arguments are those of `gated_delta_net`.
+    Returns o [B, T, HV, V] and the final state. `op` is the function that errors name, and the
+    other arguments are those of `gated_delta_net`.
     """
     widths = convolution.widths()
     q, _, v = convolution.heads(torch.split(convolution.x, list(widths), -1))  # of the same shapes
@@ -124,20 +129,20 @@ def recomputed_rule(
 
 
 class _Plan(NamedTuple):
-    """What RecomputedRule needs besides tensors."""
+    """The arguments of RecomputedRule that are not tensors."""
 
     rule: Any  # GatedDeltaRule or GatedDeltaTree
     silu: bool
     norm: tuple[int, int]
     sizes: tuple[int, int, int, int]
-    num_tables: int  # of the convolution
+    num_tables: int  # number of the convolution's tables
 
     def convolution(self, x: Tensor, weight: Tensor, bias: Tensor | None, tables: Any) -> Any:
         return Convolution(x, weight, bias, self.silu, self.norm, self.sizes, list(tables))
 
 
 class _Context:
-    """Stands for the ctx of the rule's Function."""
+    """Stands for the ctx of the rule's autograd.Function."""
 
     saved_tensors: tuple[Tensor | None, ...] = ()
     needs_input_grad: tuple[bool, ...] = ()
@@ -146,14 +151,15 @@ class _Context:
         self.saved_tensors = tensors
 
     def set_materialize_grads(self, value: bool) -> None:
-        """RecomputedRule sets it for its own ctx."""
+        """Does nothing: RecomputedRule calls this method of its own ctx."""
 
 
 class RecomputedRule(torch.autograd.Function):
-    """Runs conv_fwd and a rule; conv_fwd again, the rule's backward and conv_bwd in the backward.
+    """Runs conv_fwd and the gated delta rule.
 
-    The arguments are a _Plan, x, weight, bias and tables of the convolution, and those of the rule
-    after q, k and v.
+    The backward runs conv_fwd again, then the rule's backward, then conv_bwd. The arguments are a
+    _Plan; x, weight, bias and the tables of the convolution; and the arguments of the rule after q,
+    k and v.
     """
 
     @staticmethod
@@ -173,11 +179,11 @@ class RecomputedRule(torch.autograd.Function):
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         plan = ctx.plan
         x, weight, bias, *others = ctx.saved_tensors
-        tables, kept = others[: plan.num_tables], others[plan.num_tables :]
+        tables, saved_by_rule = others[: plan.num_tables], others[plan.num_tables :]
         convolution = plan.convolution(x, weight, bias, tables)
         inner = copy.copy(ctx.inner)
-        inner.saved_tensors = (*convolution.run(), *kept)
-        # of the plan, x, weight, bias and tables there are one more than of q, k and v
+        inner.saved_tensors = (*convolution.run(), *saved_by_rule)
+        # our arguments begin with plan, x, weight, bias and tables, the rule's with q, k and v
         inner.needs_input_grad = (True,) * 3 + ctx.needs_input_grad[4 + plan.num_tables :]
         dq, dk, dv, *rest = plan.rule.backward(inner, *incoming)
         dy, dy2, dy3 = (each.flatten(-2) for each in (dq, dk, dv))

@@ -1,4 +1,4 @@
-"""A decoding step of a layer: convolution, gated delta rule, norm and gate, in two launches."""
+"""`decode_gated_delta_net`: a gated-delta-net layer between its projections, for decoding."""
 
 import torch
 from torch import Tensor
@@ -41,8 +41,8 @@ def decode_gated_delta_net(
     """Decodes one token of each of N sequences in a gated-delta-net layer, between its projections.
 
     Runs `causal_conv1d_update` on mixed_qkv, then `packed_decode_gated_delta_rule` on the result,
-    in two launches. The results have the same bits as these two functions. With z the second launch
-    loads its states while the first launch runs. Not differentiable.
+    in two launches. The results have the same bits as calls of these two functions. With z, the
+    second launch already loads its states while the first one runs. Not differentiable.
 
     Args:
         mixed_qkv: [N, 2 H K + HV V], the output of the projection: H queries, H keys and HV values
@@ -52,7 +52,7 @@ def decode_gated_delta_net(
         conv_weight: the weight of the convolution, [2 H K + HV V, width].
         conv_bias, conv_activation: bias and activation, as in `causal_conv1d_update`.
         initial_state: the pool of states, as in `packed_decode_gated_delta_rule`.
-        state_indices: [N]; a sequence has the same slot in both pools. For a sequence of padding,
+        state_indices: [N], the slot of each sequence in both pools. For a sequence of padding,
             neither pool is changed and the results are 0.
 
     Other arguments, results and errors are those of `packed_decode_gated_delta_rule`.
