@@ -1,16 +1,17 @@
-"""Gated-delta-net layers of Megatron-Core whose forward is ours.
+"""Gated-delta-net layers of Megatron-Core on our kernels, for training.
 
     from qla_kernels import integrations
     integrations.megatron.swap(model)  # a model, or the list of its chunks
     integrations.megatron.restore(model)
 
-A layer that `swap` changed calls its projections as modules, and `gated_delta_net` between them, on
-the heads of its rank: tensor parallelism splits them, and context parallelism exchanges tokens for
-heads, as in the layer's own forward. That runs calls with an inference context, and all calls while
-hooks of others than Megatron's DistributedDataParallel are on the layer's norm.
+After `swap`, the forward of a layer calls the layer's projections, and `gated_delta_net` between
+them. It works on the heads of its rank, as the layer's own forward does: tensor parallelism splits
+the heads over ranks, and context parallelism exchanges tokens for heads. Calls with an inference
+context still run the layer's own forward, and so do all calls of a layer whose norm has hooks other
+than those of Megatron's DistributedDataParallel.
 
-`swap` leaves alone what it does not know: a layer is known if its forward, with the methods that
-this calls, uses exactly the names that it uses in one of the `RELEASES`.
+Layers whose own forward is not known do not change. A forward is known if it, and the methods that
+it calls, use exactly the names that they use in one of the `RELEASES`.
 """
 
 import functools
@@ -36,8 +37,8 @@ from qla_kernels.runtime.sm90 import Reason, tma_readable
 
 NAME, HOME = "qla_kernels.integrations.megatron", "megatron.core.ssm.gated_delta_net"
 WRAPPER = "megatron.core.distributed.distributed_data_parallel"
-REGION = "recompute_of_qla_kernels"  # of layers that `swap` changed: its argument
-RELEASES = {"4cf2a84b6ccab767": "0.18", "2fa95ab411ce87f9": "0.19"}  # by `names_of` their layer
+REGION = "recompute_of_qla_kernels"  # attribute of layers that `swap` changed: its `recompute`
+RELEASES = {"4cf2a84b6ccab767": "0.18", "2fa95ab411ce87f9": "0.19"}  # by `names_of` of the layer
 
 log = logging.getLogger("qla_kernels")
 
@@ -45,12 +46,13 @@ log = logging.getLogger("qla_kernels")
 def swap(model: nn.Module | Sequence[nn.Module], *, recompute: bool = False) -> int:
     """Makes the gated-delta-net layers of a model call `gated_delta_net` between their projections.
 
-    Parameters and checkpoints do not change. Logs a warning about layers that stay as they are, and
-    if there are none to change.
+    Parameters and checkpoints do not change. Logs a warning if the model has no such layers, and
+    one that says why if some of them stay as they are.
 
     Args:
-        model: a model, wrapped or not, or the list of its chunks.
-        recompute: do not save q, k and v: the backward runs the convolution again.
+        model: a model of Megatron-Core, wrapped or not, or the list of its chunks.
+        recompute: True saves memory: q, k and v are not saved, and the backward runs the
+            convolution again.
 
     Returns:
         The number of layers that call our function now.
@@ -77,7 +79,7 @@ def swap(model: nn.Module | Sequence[nn.Module], *, recompute: bool = False) -> 
 
 
 def restore(model: nn.Module | Sequence[nn.Module]) -> int:
-    """Undoes `swap`; returns the number of layers that it changed back."""
+    """Undoes `swap`; returns the number of layers that have their own forward again."""
     swapped = [layer for layer in _layers("restore", model) if REGION in layer.__dict__]
     for layer in swapped:
         del layer.__dict__[REGION], layer.__dict__["forward"]
@@ -93,18 +95,28 @@ def forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Runs a layer that `swap` changed. The arguments are those of Megatron's forward.
+    """The forward of a layer after `swap`: runs `gated_delta_net` between the layer's projections.
 
-    hidden_states is [T, B, hidden size] with the tokens of the rank. Returns what the output
-    projection returns: its result and its bias. Raises ValueError for bounds that do not cover the
-    tokens of a pack, and for sequences that context parallelism cannot deal out.
+    Returns what the output projection returns: its result and its bias. Calls for inference run the
+    layer's own forward.
+
+    Args:
+        layer: the layer.
+        hidden_states: [T, B, hidden size], the tokens of this rank.
+        packed_seq_params: Megatron's bounds of packed sequences, or None.
+
+    The other arguments are those of Megatron's forward.
+
+    Raises:
+        ValueError: the bounds do not cover the tokens, or the length of a sequence is not a
+            multiple of twice the ranks of context parallelism.
     """
     infers = inference_context is not None or kwargs.get("inference_params") is not None
     if infers or not _has_known_hooks(layer.out_norm):
-        given = attention_mask, inference_context, packed_seq_params, *args
-        return type(layer).forward(layer, hidden_states, *given, **kwargs)
+        others = attention_mask, inference_context, packed_seq_params, *args
+        return type(layer).forward(layer, hidden_states, *others, **kwargs)
     for hook in layer.out_norm._forward_pre_hooks.values():
-        hook(layer.out_norm, ())  # waits until the weight has been gathered
+        hook(layer.out_norm, ())  # Megatron's: waits until the weight has been gathered
     group = layer.pg_collection.cp
     tokens = hidden_states.shape[0] * layer.sp_size * group.size()
     bounds, bounds_cpu = _bounds(packed_seq_params, tokens, group.size())
@@ -139,10 +151,16 @@ def forward(
 
 
 def _bounds(params: Any, tokens: int, world: int) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the bounds of packed sequences, and a copy of them on the CPU; two Nones for rows.
+    """Returns the bounds of packed sequences, and a copy of them on the CPU.
 
-    Waits for the GPU, as Megatron does. Raises ValueError unless the bounds cover the tokens, and
-    unless context parallelism can deal out each sequence, or each row.
+    Both are None if nothing is packed. Waits for the GPU, as Megatron does. Raises ValueError
+    unless the bounds cover the tokens, and unless each sequence can be split over the ranks of
+    context parallelism.
+
+    Args:
+        params: Megatron's packed_seq_params, or None.
+        tokens: number of tokens of a row, on all ranks together.
+        world: number of ranks of context parallelism.
     """
     if params is None or params.qkv_format != "thd":
         _check_dealt([tokens], world)
@@ -163,15 +181,17 @@ def _bounds(params: Any, tokens: int, world: int) -> tuple[Tensor | None, Tensor
 
 
 def _check_dealt(lengths: list[int], world: int) -> None:
+    """Raises ValueError unless sequences of these lengths can be split over `world` ranks."""
     if world > 1 and any(length % (2 * world) for length in lengths):
         got, needs = f"sequences of {lengths} tokens", f"multiples of {2 * world} on {world} ranks"
         raise ValueError(need(NAME, got, needs, "pad each sequence"))
 
 
 def _order(bounds: Tensor | None, tokens: int, world: int, device: torch.device) -> Tensor | None:
-    """Returns the places of tokens in the order in which ranks have them; None for one rank.
+    """Returns the indices of the tokens that ranks hold, rank after rank; None for one rank.
 
-    Each sequence is cut into 2 world chunks; rank r has the r-th from the start and from the end.
+    Each sequence is cut into 2 world chunks of equal length. Rank r holds the r-th chunk from the
+    start, and the r-th from the end.
     """
     if world == 1:
         return None
@@ -183,9 +203,17 @@ def _order(bounds: Tensor | None, tokens: int, world: int, device: torch.device)
 
 
 def _heads_of_rank(x: Tensor, sections: list[int], order: Tensor | None, group: Any) -> Tensor:
-    """Exchanges tokens for heads: from [tokens of the rank, B, C] to [tokens, B, C / ranks].
+    """Exchanges tokens for heads between ranks: returns x [all tokens, B, C / ranks].
 
-    Of each of the sections of C a rank gets its part.
+    Before the exchange a rank has some of the tokens with all channels, [tokens of this rank, B,
+    C]; afterwards it has all tokens with some of the channels.
+
+    Args:
+        x: the output of the input projection on this rank.
+        sections: channels of queries, keys, values and so on, which add up to C. A rank gets an
+            equal part of each.
+        order: the result of `_order`; None returns x.
+        group: the ranks of context parallelism.
     """
     if order is None:
         return x
@@ -197,7 +225,7 @@ def _heads_of_rank(x: Tensor, sections: list[int], order: Tensor | None, group: 
 
 
 def _tokens_of_rank(y: Tensor, order: Tensor | None, group: Any) -> Tensor:
-    """Undoes `_heads_of_rank`; also without ranks, memory is contiguous."""
+    """Undoes `_heads_of_rank`: returns y [tokens of this rank, B, C], contiguous."""
     if order is None:
         return y.contiguous()
     home, y = importlib.import_module(HOME), y.index_select(0, order)
@@ -206,7 +234,11 @@ def _tokens_of_rank(y: Tensor, order: Tensor | None, group: Any) -> Tensor:
 
 
 def _share(x: Tensor, sections: list[int], group: Any) -> Tensor:
-    """Returns a rank's part of each section of a parameter."""
+    """Returns the part of a parameter that belongs to the heads of this rank.
+
+    `sections` are the lengths of the parameter's parts, such as queries, keys and values, each of
+    which is split evenly over the ranks of `group`.
+    """
     if group.size() == 1:
         return x
     return torch.cat([part.chunk(group.size())[group.rank()] for part in torch.split(x, sections)])
@@ -217,10 +249,9 @@ def _readable(x: Tensor) -> Tensor:
 
 
 def _has_known_hooks(norm: nn.Module) -> bool:
-    """Returns whether all that happens at a call of a norm is its forward and Megatron's waiting.
+    """Returns whether a norm has no hooks, or only those of Megatron's DistributedDataParallel.
 
-    Megatron's DistributedDataParallel gathers parameters while it computes, and waits for those of
-    a module in a hook.
+    That gathers parameters while other layers compute, and waits for those of a module in a hook.
     """
     others = norm._forward_hooks, norm._backward_hooks, norm._backward_pre_hooks
     before = norm._forward_pre_hooks.values()
@@ -228,7 +259,10 @@ def _has_known_hooks(norm: nn.Module) -> bool:
 
 
 def _layers(verb: str, model: Any) -> Iterator[Any]:
-    """Returns the gated-delta-net layers of a model. Raises TypeError for other arguments."""
+    """Returns the gated-delta-net layers of a model, or of a list of its chunks.
+
+    Raises TypeError, which names the function `verb`, for anything else.
+    """
     chunks = model if isinstance(model, list | tuple) else [model]
     for chunk in chunks:
         if not isinstance(chunk, nn.Module):
@@ -240,14 +274,17 @@ def _layers(verb: str, model: Any) -> Iterator[Any]:
 
 
 def _is_gated_delta_net(kind: type) -> bool:
-    """Returns whether a class is Megatron's, or derived from it."""
+    """Returns whether a class is Megatron's GatedDeltaNet, or derived from it."""
     return any(
         c.__name__ == "GatedDeltaNet" and c.__module__.startswith(HOME) for c in kind.__mro__
     )
 
 
 def _refused(layer: Any) -> Reason | None:
-    """Returns why `swap` leaves a layer alone, or None."""
+    """Returns None if `swap` can change a layer, else the reason why it does not.
+
+    A reason is (got, needs, fix), three texts for `errors.need`.
+    """
     stays = "integrations.fla.register() serves its rule"
     if REGION not in layer.__dict__ and "forward" in layer.__dict__:
         return "another library replaced their forward", "Megatron's", "undo that, or swap before"
@@ -278,9 +315,10 @@ def _refused(layer: Any) -> Reason | None:
 
 @functools.cache
 def names_of(layer_class: Any) -> str:
-    """Returns a digest of what the code of a forward, and of the methods that it calls, uses.
+    """Returns a digest of the forward of a layer class, by which its release is recognised.
 
-    That is its names and its floating-point constants.
+    The digest is of the names and floating-point constants that the code of the forward uses, with
+    the methods of the same module that it calls.
     """
     names: set[str] = set()
     codes: list[Any] = [getattr(inspect.unwrap(layer_class.forward), "__code__", None)]
