@@ -1,18 +1,18 @@
-"""A backend for flash-linear-attention: runs `fla.ops.gated_delta_rule.chunk_gated_delta_rule`.
+"""A backend for flash-linear-attention (FLA), which then runs its gated delta rule on our kernels.
 
     from qla_kernels import integrations
     integrations.fla.register()
-    print(integrations.fla.status())  # whether FLA asks us, and how many calls we took
+    print(integrations.fla.status())  # whether FLA asks our backend, and how many calls it ran
 
     torchrun --nproc-per-node 8 -m qla_kernels.integrations.fla train.py --options-of-train
 
 The second form registers the backend and then runs an unchanged program.
 
-At each call FLA asks its backends in the order of their priorities: FlashQLA has 3, ours 2, or 4
-with `prefer=False`. Our backend declines calls that this version cannot run, and FLA then runs them
-itself. It also declines malformed calls, so that FLA raises its own error; with a `cp_context` our
-function raises the error, on every rank. FLA_QLA_KERNELS=0 switches the backend off. FLA logs once
-which backend runs a function and why others declined.
+The backend serves `fla.ops.gated_delta_rule.chunk_gated_delta_rule`. At each call FLA asks its
+backends in the order of their priorities, the lowest first: FlashQLA has 3; ours has 2, or 4 with
+`prefer=False`. Our backend declines calls that this version cannot run, and FLA then runs them
+itself. It also declines malformed calls, so that FLA raises its own error. FLA_QLA_KERNELS=0
+switches the backend off. FLA logs once which backend runs a function and why others declined.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from qla_kernels.runtime.sm90 import CAPABILITY, refused_device
 OPERATION = "gated_delta_rule"
 NAME, RELEASES = "qla_kernels.integrations.fla", "0.5.2 or later"
 SWITCH = "FLA_QLA_KERNELS"
-PREFERRED, PRIORITY = 2, 4  # FlashQLA's is 3; the lowest is asked first
+PREFERRED, PRIORITY = 2, 4  # FlashQLA has 3; FLA asks the lowest first
 
 log = logging.getLogger("qla_kernels")
 
@@ -50,17 +50,29 @@ _asked: Any = None  # our latest backend in FLA's registry; FLA skips our earlie
 
 
 class Status(NamedTuple):
-    """Whether FLA asks our backend, and how many calls our backend ran.
+    """Whether FLA (flash-linear-attention) uses our backend, and what the backend did.
 
-    str(status) is a sentence.
+    At each call of its gated delta rule, FLA asks the backends that are registered with it. A
+    backend runs the call, or declines it, and FLA then runs the call itself. str(status) is a
+    sentence with all of this.
+
+    Attributes:
+        registered: True after `register`, until `unregister`.
+        off: environment variables that switch our backend off although it is registered, such as
+            "FLA_QLA_KERNELS=0"; empty if FLA asks it.
+        priority: the order in which FLA asks its backends, the lowest number first; None if ours is
+            not registered.
+        taken: number of calls since `register` that our backend ran.
+        declined: number of calls since `register` that our backend declined.
+        reason: why it declined the last of these; None if it declined none.
     """
 
-    registered: bool  # and not unregistered since
-    off: tuple[str, ...]  # settings that switch our backend off although it is registered
+    registered: bool
+    off: tuple[str, ...]
     priority: int | None
-    taken: int  # calls since `register` that our backend ran
-    declined: int  # calls since `register` that it left to FLA
-    reason: str | None  # why it declined the last one
+    taken: int
+    declined: int
+    reason: str | None
 
     def __str__(self) -> str:
         if not self.registered:
@@ -74,9 +86,11 @@ class Status(NamedTuple):
 
 
 def register(prefer: bool = True) -> bool:
-    """Registers our gated delta rule as a backend of FLA; replaces an earlier registration.
+    """Registers our gated delta rule as a backend of FLA (flash-linear-attention).
 
-    Logs a warning if no visible GPU runs our kernels: calls with CUDA tensors are then declined.
+    FLA then runs its `chunk_gated_delta_rule` on our kernels, where these can run a call. Replaces
+    an earlier registration. Logs a warning if no visible GPU runs our kernels, because our backend
+    then declines all calls with CUDA tensors.
 
     Args:
         prefer: True makes FLA ask our backend before FlashQLA, False after FlashQLA.
@@ -100,14 +114,14 @@ def register(prefer: bool = True) -> bool:
 
 
 def unregister() -> bool:
-    """Undoes `register`; returns whether our backend was registered before."""
+    """Undoes `register`: FLA no longer uses our backend. Returns whether it was registered."""
     global _asked
     before, _asked = _asked, None
     return before is not None
 
 
 def status() -> Status:
-    """Returns whether FLA asks our backend, and how many calls our backend ran since `register`."""
+    """Returns whether FLA uses our backend, and how many calls the backend ran and declined."""
     if (ours := _asked) is None:
         return Status(False, (), None, 0, 0, None)
     off = []
@@ -158,11 +172,12 @@ def declined(
     chunk_size: int = CHUNK_SIZES[-1],
     **others: Any,
 ) -> str | None:
-    """Returns the reason why our backend declines a call of FLA's function, or None.
+    """Returns None if our backend runs a call of FLA's `chunk_gated_delta_rule`, else why not.
 
-    The arguments are those of FLA's function, and may be malformed. For a malformed call with a
-    cp_context the result is None, because our function then raises the error on all ranks. Unknown
-    keywords log a warning once, because FLA silently ignores most of them.
+    FLA itself runs a call that our backend declines. The arguments are those of FLA's function. A
+    malformed call is declined, so that FLA raises its own error; but if it has a cp_context, for
+    sequences that are split over ranks, our function must raise the error on all ranks, and the
+    result is None. Unknown keywords log a warning once, because FLA silently ignores most of them.
     """
     if others:
         _warn_of_keywords(*sorted(others))
@@ -190,8 +205,8 @@ def declined(
     except ValueError as error:
         # The other ranks have accepted the call: our function raises the error on all ranks.
         return str(error) if cp_context is None else None
-    lying = [x if x.stride(-1) == 1 else x.new_empty(x.shape) for x in (q, k, v)]  # as `readable`
-    return refusal(*lying, cp_context=cp_context)
+    copied = [x if x.stride(-1) == 1 else x.new_empty(x.shape) for x in (q, k, v)]  # as `readable`
+    return refusal(*copied, cp_context=cp_context)
 
 
 @functools.cache  # once, and not for every call
@@ -206,16 +221,17 @@ def _registry() -> tuple[type, Callable[[type], object]]:
     Raises Unsupported if FLA cannot be imported or has no backends.
     """
     try:
-        importlib.import_module(f"fla.ops.{OPERATION}")  # afterwards its callers find its backends
-    except Exception as error:  # of Triton, too, whose releases do not take all of fla's kernels
+        importlib.import_module(f"fla.ops.{OPERATION}")  # makes FLA's functions look for backends
+    except Exception as error:  # any: a release of Triton may reject one of FLA's kernels
         got = f"fla cannot be imported ({str(error) or type(error).__name__})"
-        absent = getattr(error, "name", None)  # triton, for instance, which fla does not require
+        absent = getattr(error, "name", None)  # such as triton, which FLA does not require
         fix = "pip install -U flash-linear-attention"
-        if absent is None or absent.partition(".")[0] == "fla":  # or a folder of this name
+        # the name is "fla" also if another folder of this name was imported
+        if absent is None or absent.partition(".")[0] == "fla":
             raise Unsupported(need(NAME, got, RELEASES, fix)) from error
         raise Unsupported(need(NAME, got, absent, f"pip install {absent}")) from error
     try:
-        backends: Any = importlib.import_module("fla.backends")  # 0.6
+        backends: Any = importlib.import_module("fla.backends")  # since FLA 0.6
     except ModuleNotFoundError:
         return _older_registry()
     return backends.BaseBackend, backends.register(OPERATION)
@@ -269,7 +285,11 @@ def _backend(base: type, order: int) -> type:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Registers our backend and runs a program as Python would: a file, or a module after -m."""
+    """Runs a Python program with our backend registered in FLA, for the command line.
+
+    `arguments` are those of the command: options, then the program and its arguments. The program
+    is a file, or with -m a module. If FLA cannot be used, the process exits with status 2.
+    """
     parser = argparse.ArgumentParser(
         "python -m qla_kernels.integrations.fla",
         description="Offer our gated delta rule to FLA, then run a program that uses FLA.",
