@@ -1,11 +1,11 @@
-"""`packed_head`: a model returns log-probabilities of a batch's targets where it returned logits.
+"""`packed_head`: makes a model return log-probabilities of a batch's targets in place of logits.
 
     with packed_head(model, batch, temperature=0.7) as values:
         out = model(**batch.model_inputs())
     logprobs, entropies = values(out)
 
-The module of the model's head runs, so its weight is there under FSDP, and adapters are applied;
-only the module's forward is exchanged. Logits of all tokens are in memory at no time.
+The logits of all tokens are never in memory together. Only the forward of the head's module is
+replaced: the model still calls the module, so FSDP gathers its weight, and its adapters count.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,12 +20,18 @@ from qla_kernels.integrations.full_attention import text_config
 from qla_kernels.runtime.errors import Unsupported, need
 
 OP = "packed_head"
-KEPT = "_qla_kernels_head"  # of a head's module: its PackedHead, which compiled code has seen
+KEPT = "_qla_kernels_head"  # attribute of a head's module: its PackedHead, which is used again
 FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")  # of logits, in configs
 
 
 class Task(NamedTuple):
-    """The targets whose log-probabilities are computed in place of logits."""
+    """What a head computes in place of logits while `packed_head` is active.
+
+    Attributes:
+        batch: the batch, whose targets' log-probabilities are computed.
+        temperature: divides the logits.
+        in_fp32: True if the head's products are computed in fp32, without autocast.
+    """
 
     batch: SharedBatch
     temperature: float
@@ -33,17 +39,21 @@ class Task(NamedTuple):
 
 
 class PackedHead:
-    """The forward of a head's module while a task is there; before and after it the module's own.
+    """The forward of a model's head while `packed_head` is active.
 
-    Returns [1, L, 2], log-probabilities and entropies, divided by `factor`, with which the model
-    multiplies logits.
+    A call takes hidden states [1, M, D] and returns [1, L, 2]: log-probability and entropy of each
+    target. Both are divided by `factor`, because the model multiplies what it takes for logits.
+
+    Args:
+        head: the module of the head.
+        factor: the number by which the model multiplies logits, 1 for most models.
     """
 
     def __init__(self, head: nn.Module, factor: float) -> None:
         self.head, self.factor = head, factor
         self.task: Task | None = None
 
-    # compiled code ends before the head, whose task differs at each call
+    # not compiled, because the task differs at each call
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, hidden: Tensor) -> Tensor:
         assert self.task is not None, "packed_head installs and removes it"
@@ -64,15 +74,17 @@ class PackedHead:
 def packed_head(
     model: Any, batch: SharedBatch, *, temperature: float = 1.0, in_fp32: bool = False
 ) -> Iterator[Callable[[Any], tuple[Tensor, Tensor]]]:
-    """While a `with` block runs, the head of a model computes log-probabilities and entropies.
+    """Makes a model compute log-probabilities in place of logits while a `with` block runs.
 
-    Yields a function that takes the model's output and returns both, [L] of the batch's targets.
+    Yields a function: given the output of the model, it returns the log-probabilities and the
+    entropies of the batch's targets, both [L].
 
     Args:
-        model: a model of transformers that was prepared, without its wrappers.
-        batch: the batch that the model is called with.
+        model: a model of transformers after `transformers_dualkv.prepare`, without wrappers such as
+            DDP.
+        batch: the batch with which the block calls the model.
         temperature: divides the logits.
-        in_fp32: products in fp32, outside of autocast; the head's weight has to be fp32.
+        in_fp32: compute the head's products in fp32, without autocast; its weight must be fp32.
 
     Raises:
         Unsupported: the model caps its logits.
@@ -87,12 +99,15 @@ def packed_head(
     finally:
         installed.task = None
         del vars(head)["forward"]
-        if before is not None:  # an exchanged one
+        if before is not None:  # another library's
             vars(head)["forward"] = before
 
 
 def _factor(model: Any) -> float:
-    """Returns the number by which a model multiplies logits; Unsupported if it caps them."""
+    """Returns the number by which a model multiplies its logits, from its config.
+
+    Raises Unsupported if the model caps its logits.
+    """
     text = text_config(model)
     if cap := getattr(text, "final_logit_softcapping", None):
         fix = "call batch.logprobs(hidden, head, softcap=..) in a trainer of your own"

@@ -4,8 +4,8 @@
     trainer = shared_prefix_trainer(trl.GRPOTrainer)(model, reward_funcs=..., args=..., ...)
 
 Policy, old policy and reference compute a prompt once instead of once per response; the trainer is
-otherwise TRL's. It refuses models that packing would change. The layers of models with gated delta
-nets (Qwen3-Next, Qwen3.5) are swapped for ours. This file does not import TRL; it is tested with
+otherwise TRL's. It refuses models that would give other results on packed batches. Gated-delta-net
+layers (Qwen3-Next, Qwen3.5) run on our kernels. This file does not import TRL; it is tested with
 TRL 1.16. For AsyncGRPOTrainer see trl_async.py.
 """
 
@@ -35,13 +35,13 @@ log = logging.getLogger("qla_kernels")
 
 
 def shared_prefix_trainer(base: type) -> type:
-    """Returns a subclass of a TRL trainer that stores each prompt of a batch once.
+    """Returns a subclass of a TRL trainer that computes each prompt of a batch once.
 
-    `_get_per_token_logps_and_entropies` packs rows by prompts, and computes log-probabilities and
-    entropies without logits. The model uses our attention from this call to the end of the step. In
-    `_generate`, and after `train` and `evaluate`, the model uses its own attention.
-    `_prepare_inputs` shuffles whole groups where TRL shuffles rows. The first step logs how many
-    times fewer tokens the model runs. If a batch splits groups, a warning says how to avoid that.
+    A group is the responses to one prompt. In training steps the model runs on batches that store
+    the prompt of each group once, and computes log-probabilities without storing logits. It uses
+    our attention there, and its own in generation and after `train` and `evaluate`. Where TRL
+    shuffles rows, the new class shuffles whole groups. The first step logs how many times fewer
+    tokens the model runs. If a batch splits groups, a warning says how to avoid that.
 
     Args:
         base: trl.GRPOTrainer, trl.RLOOTrainer or a subclass. The constructor of the new class has
@@ -51,8 +51,8 @@ def shared_prefix_trainer(base: type) -> type:
         TypeError: `base` is no such class.
         Unsupported: TRL cannot be imported or is too old, or `base` overrides TRL's method
             `_get_per_token_logps_and_entropies`. The constructor of the new class raises
-            Unsupported for models that `transformers_dualkv.check` refuses, and a step does for
-            images.
+            Unsupported for models that `transformers_dualkv.check` refuses, and a training step
+            raises it for batches with images.
     """
     _check_release()
     if not isinstance(base, type) or not hasattr(base, METHOD):
@@ -120,7 +120,7 @@ def shared_prefix_trainer(base: type) -> type:
             self._select(NAME)  # until the backward, which recomputes activations, has run
             width = input_ids.shape[1] - logits_to_keep
             groups = padded_groups(input_ids, attention_mask, width)
-            trains = torch.is_grad_enabled()  # not so for old and reference policies
+            trains = torch.is_grad_enabled()  # False for old and reference policies
             if trains:
                 self._say_split(min(len(group.rows) for group in groups))
             parts = _by_prompt(groups, batch_size or len(input_ids))
@@ -180,17 +180,23 @@ def shared_prefix_trainer(base: type) -> type:
 
 
 class Results(NamedTuple):
-    """Log-probabilities, entropies and auxiliary loss of a model, for padded rows."""
+    """What a training step needs of a forward of the model, for B sequences padded to W columns.
 
-    logps: Tensor  # [B, W']
+    Attributes:
+        logps: [B, W], the log-probability of each response token; 0 for padding.
+        entropies: [B, W], the entropy of the distribution that predicts each response token.
+        aux_loss: the load-balancing loss of an MoE model; None if it was not requested.
+    """
+
+    logps: Tensor
     entropies: Tensor
     aux_loss: Tensor | None
 
 
 def _by_prompt(groups: Sequence[PaddedGroup], size: int) -> list[list[int]]:
-    """Splits the rows of the groups into lists of at most `size` row numbers.
+    """Splits the rows of a batch into lists of at most `size` row numbers, group after group.
 
-    Rows with the same prompt are next to each other.
+    A group is the rows that have the same prompt; they are next to each other in the result.
     """
     rows = [row for group in groups for row in group.rows]
     return [rows[i : i + size] for i in range(0, len(rows), size)]
@@ -198,9 +204,10 @@ def _by_prompt(groups: Sequence[PaddedGroup], size: int) -> list[list[int]]:
 
 @contextmanager
 def _groups_stay_whole(base: type) -> Iterator[None]:
-    """While a `with` block runs, the trainer's module shuffles groups and not rows.
+    """Makes the trainer `base` shuffle groups instead of rows while a `with` block runs.
 
-    TRL shuffles the rows of a generation, and cuts them into batches.
+    TRL shuffles the rows of a generation and then cuts them into batches. A group is the rows that
+    have the same prompt. Here TRL's function that shuffles is replaced in the trainer's module.
     """
     owner = next((kind for kind in base.__mro__ if "_prepare_inputs" in vars(kind)), base)
     home = sys.modules.get(owner.__module__)
@@ -212,10 +219,11 @@ def _groups_stay_whole(base: type) -> Iterator[None]:
 
 
 def of_groups(shuffle: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that shuffles as `shuffle` of TRL, and then brings groups together.
+    """Returns a function that shuffles rows by TRL's function `shuffle`, but keeps groups together.
 
-    A group comes where its first row came, so that groups are in random order, and no other random
-    numbers are drawn than by `shuffle`.
+    A group is the rows that have the same prompt. After `shuffle` has run, all rows of a group move
+    to the place of the first of them. So groups are in random order, and the random numbers are
+    those that `shuffle` draws.
     """
 
     @wraps(shuffle)
@@ -234,22 +242,27 @@ def of_groups(shuffle: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_order(x: Any, order: list[int]) -> Any:
-    """Returns the rows of a tensor or list in another order; other values as they are."""
+    """Returns the rows of x in the order of their numbers in `order`.
+
+    x is a tensor or a list; anything else, and a tensor without dimensions, is returned unchanged.
+    """
     if isinstance(x, Tensor):
         return x[order] if x.dim() else x
     return [x[row] for row in order] if isinstance(x, Sequence) else x
 
 
 def bare(model: Any) -> Any:
-    """Returns the transformers model inside a model with adapters, or the model itself."""
+    """Returns the model of transformers inside a PEFT model with adapters, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 @contextmanager
 def exchanged(home: Any, **functions: Any) -> Iterator[None]:
-    """Replaces functions of the module `home` while a `with` block runs.
+    """Replaces functions of a Python module while a `with` block runs.
 
-    Each keyword is the name of a function of `home`, and its value is the new function.
+    Args:
+        home: the module.
+        functions: for each name of a function of the module, as a keyword, the new function.
     """
     before = {name: getattr(home, name) for name in functions}
     vars(home).update(functions)
@@ -272,7 +285,7 @@ def log_gain(unpacked: int, packed: int) -> None:
 
 
 def _check_release() -> None:
-    """Raises Unsupported unless TRL has the fused head that the trainer calls."""
+    """Raises Unsupported unless TRL can be imported and is new enough: it has a fused head."""
     try:
         importlib.import_module("trl.trainer.utils").add_fused_lm_head  # noqa: B018
     except (ImportError, AttributeError) as error:
@@ -281,4 +294,5 @@ def _check_release() -> None:
 
 
 def _refuse(got: str, needs: str) -> None:
+    """Raises Unsupported with a text that says what a step got and what it needs."""
     raise Unsupported(need(OP, got, needs, "use TRL's own trainer, or change its arguments"))

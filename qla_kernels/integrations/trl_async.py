@@ -3,10 +3,11 @@
     from qla_kernels.integrations.trl_async import shared_prefix_async_trainer
     trainer = shared_prefix_async_trainer(AsyncGRPOTrainer)("Qwen/...", reward_funcs=..., ...)
 
-TRL's trainer packs rollouts into prefix trees, but its attention copies the keys and values of each
-path, and it refuses models with other layers than attention. Here the tree becomes a
-`SharedLayout`, which attention, gated delta nets and their convolutions follow. TRL's trainer is
-experimental, so this file works with TRL 1.16 only. It does not import TRL.
+TRL's trainer packs rollouts into a tree, in which shared prefixes are stored once. But its
+attention copies the keys and values of every path through the tree, and it refuses models with
+layers other than attention. Here the tree becomes a `SharedLayout`, which attention, gated delta
+nets and their convolutions follow. TRL's trainer is experimental, so this file works with TRL 1.16
+only. It does not import TRL.
 """
 
 import importlib
@@ -28,12 +29,13 @@ HOME = "trl.experimental.async_grpo.async_grpo_trainer"
 
 
 def shared_prefix_async_trainer(base: type) -> type:
-    """Returns a subclass of TRL's AsyncGRPOTrainer that uses our attention and our linear layers.
+    """Returns a subclass of TRL's AsyncGRPOTrainer that runs on our kernels.
 
-    The constructor of the subclass prepares the model with `transformers_dualkv.prepare`. During
-    `train`, the model runs on TRL's tree of shared prefixes with our attention; afterwards the
-    model has its own attention again. In the auxiliary loss of MoE routers a packed token counts
-    once, as in TRL. The first step logs how many times fewer tokens the model runs.
+    Its constructor prepares the model with `transformers_dualkv.prepare`. TRL packs sequences into
+    a tree that stores shared prefixes once; during `train`, our attention and our gated-delta-net
+    layers follow this tree, and afterwards the model has its own attention again. In the
+    load-balancing loss of MoE models a packed token counts once, as in TRL. The first step logs how
+    many times fewer tokens the model runs.
 
     Args:
         base: AsyncGRPOTrainer or a subclass. The constructor of the new class has the same
@@ -57,7 +59,7 @@ def shared_prefix_async_trainer(base: type) -> type:
                 self._peak_flops_per_device = None  # no rate without a count
 
         def train(self, *args: Any, **kwargs: Any) -> Any:
-            """Trains, and then gives the model back its own attention, for ordinary calls."""
+            """Trains with our attention, and then selects the model's own attention again."""
             model = bare(self.accelerator.unwrap_model(self.model))
             transformers_dualkv.select(model, NAME)
             try:
@@ -66,7 +68,7 @@ def shared_prefix_async_trainer(base: type) -> type:
                 model.set_attn_implementation(None)
 
         def _log_step_metrics(self) -> None:
-            """Logs metrics without a count of operations for models whose count TRL lacks."""
+            """Logs metrics, without the number of operations if TRL cannot count the model's."""
             uncounted = {} if self._counts_flops else {"compute_flops_per_token": lambda *_: 0}
             with exchanged(home, **uncounted):
                 super()._log_step_metrics()
@@ -75,7 +77,14 @@ def shared_prefix_async_trainer(base: type) -> type:
 
 
 class TreeToLayout:
-    """A forward pre-hook of a model: replaces TRL's `tree_*` keywords by `shared_prefix`."""
+    """A forward pre-hook of a model: translates TRL's description of a packed batch into ours.
+
+    TRL packs sequences into a tree, which stores shared prefixes once, and describes it in keywords
+    `tree_...` of the model's call. The hook removes these keywords, and passes the same tree as a
+    `SharedLayout` in the keyword `shared_prefix`, which our attention and our gated-delta-net
+    layers read. Calls without `tree_...` keywords do not change. The first call with a tree logs
+    how many times fewer tokens the tree has than the sequences.
+    """
 
     def __init__(self) -> None:
         self.says_gain = True
@@ -96,19 +105,23 @@ class TreeToLayout:
 
 
 def forest(cu_seqlens_q: list[int], cu_seqlens_k: list[int]) -> tuple[list[int], list[int]]:
-    """Converts TRL's description of a tree to (lengths, parents) of nodes in depth-first order.
+    """Returns (lengths, parents) of the segments of a tree into which TRL packed sequences.
 
-    A node is a segment of tokens. The parent of a segment is on the path to the previous segment:
-    the node that ends at the depth where the segment begins. Depths increase along a path, so there
-    is one such node.
+    A segment is a run of consecutive tokens that the same sequences contain, such as a prompt. The
+    segments come in depth-first order, and `SharedLayout.from_forest` takes the result. TRL passes
+    only lengths: a segment's own, and that of the path from the first token of its sequences to its
+    end. So the parent of a segment is the segment, on the path to the previous one, that ends where
+    this one begins.
 
     Args:
-        cu_seqlens_q: bounds whose differences are the lengths of the segments.
-        cu_seqlens_k: bounds whose differences are the lengths of the paths from the root to the end
-            of each segment.
+        cu_seqlens_q: [segments + 1] bounds; their differences are the lengths of the segments.
+        cu_seqlens_k: [segments + 1] bounds; their differences are the lengths of the paths.
+
+    Returns:
+        The number of tokens of each segment, and the index of its parent, -1 if it has none.
 
     Raises:
-        ValueError: a segment begins where no path ends.
+        ValueError: a segment begins at a depth at which no segment before it ends.
     """
     lengths = [b - a for a, b in pairwise(cu_seqlens_q)]
     ends = [b - a for a, b in pairwise(cu_seqlens_k)]
@@ -128,10 +141,11 @@ def forest(cu_seqlens_q: list[int], cu_seqlens_k: list[int]) -> tuple[list[int],
 
 @contextmanager
 def _layer_types_hidden(home: Any) -> Iterator[None]:
-    """Hides the layer types of the trainer's model from TRL's check of them.
+    """Makes the constructor of TRL's trainer accept models with gated-delta-net layers.
 
-    TRL checks them in its constructor, between two functions of its module that are wrapped here:
-    the first makes the model, the second adds a head to it.
+    TRL checks `layer_types` in the model's config, after one function of its module made the model
+    and before another adds a head to it. Both are wrapped here, while a `with` block runs: the
+    first hides `layer_types`, and the second restores it.
     """
     create, add_head = home.create_model_from_path, home.add_fused_lm_head
     hidden_types: list[tuple[Any, Any]] = []
@@ -161,7 +175,7 @@ def _layer_types_hidden(home: Any) -> Iterator[None]:
 
 
 def _trainer_module() -> Any:
-    """Returns the module of TRL's trainer; raises Unsupported for another release."""
+    """Returns TRL's module of the trainer; raises Unsupported if the installed TRL is not 1.16."""
     try:
         release = str(importlib.import_module("trl").__version__)
         home = importlib.import_module(HOME)
