@@ -8,11 +8,11 @@ in every process:
     from qla_kernels import integrations
     integrations.verl.patch()
 
-Old log-probabilities, the reference policy and the update then run packed batches: engines for
-language models that are built afterwards compute each prompt of a micro-batch once, and our head
-computes log-probabilities and entropies without logits. Micro-batches keep the responses of a
-prompt together, and `ppo_max_token_len_per_gpu` counts packed tokens. Other engines do not change.
-This file does not import veRL; it is tested with veRL 0.9.1.
+Engines for language models that are built afterwards compute each prompt of a micro-batch once, for
+old log-probabilities, the reference policy and the update. Our head computes log-probabilities and
+entropies without storing logits. Micro-batches keep the responses of a prompt together, and
+`ppo_max_token_len_per_gpu` counts packed tokens. Other engines do not change. This file does not
+import veRL; it is tested with veRL 0.9.1.
 """
 
 import importlib
@@ -40,14 +40,16 @@ SAYS_CUT, STEP = "_qla_kernels_said_cut", "_qla_kernels_step"
 
 
 def patch() -> None:
-    """Patches veRL so that engines that are built later pack batches; a repeat changes nothing.
+    """Patches veRL so that its engines compute each prompt of a micro-batch once.
 
-    In a trainer's process, the trainer deals whole groups over ranks (see verl_trainers.py).
+    An engine is veRL's wrapper of a model; those that are built later change. A second call does
+    nothing. In a trainer's process, the trainer also gives all responses of a prompt to one rank
+    (see verl_trainers.py). Our head computes log-probabilities, also with use_fused_kernels, in
+    place of veRL's own fused head.
 
     Building an engine raises Unsupported for models that `transformers_dualkv.check` refuses, and
-    for settings that packing does not support: Ulysses, a static padded length. With
-    use_fused_kernels, veRL's fused head is not installed: ours takes its place, as it does without.
-    An engine warns once if max_token_len_per_gpu splits the responses of a prompt.
+    for settings that packed batches do not support: Ulysses, and padding to a fixed length. An
+    engine warns once if max_token_len_per_gpu splits the responses of a prompt.
 
     Raises:
         Unsupported: veRL cannot be imported, or lacks a function that is patched. The version is
@@ -97,7 +99,7 @@ def patch() -> None:
 
     @wraps(step)
     def forward_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as exchanges:  # those of prepare_model_inputs
+        with ExitStack() as exchanges:  # prepare_model_inputs adds packed_head to it
             setattr(self, STEP, exchanges)
             return step(self, *args, **kwargs)
 
@@ -118,9 +120,9 @@ def patch() -> None:
 
 
 def _without_fused_head(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns veRL's function that changes a model, without the fused head.
+    """Returns veRL's function `theirs`, which changes a model, but without its fused head.
 
-    veRL's fused head replaces the model's forward, which then takes labels of unpacked rows.
+    The fused head would replace the model's forward by one that needs labels of unpacked rows.
     """
     return wraps(theirs)(partial(_apply_without, theirs))
 
@@ -132,8 +134,9 @@ def _apply_without(theirs: Callable[..., Any], *args: Any, **options: Any) -> An
 def pack(micro_batch: Any) -> SharedBatch:
     """Packs the sequences of a veRL micro-batch into a batch that stores shared prefixes once.
 
-    The sequences are the rows of the nested tensor input_ids. Raises Unsupported for images,
-    distillation and sums of squared probabilities.
+    The sequences are the rows of its nested tensor input_ids, prompts with responses; all tokens of
+    responses are targets. Raises Unsupported if the micro-batch has images, or asks for
+    distillation or sums of squared probabilities.
     """
     images = value(micro_batch, "multi_modal_inputs")
     options = [name for name in NOT_PACKED if value(micro_batch, name)]
@@ -148,14 +151,20 @@ def pack(micro_batch: Any) -> SharedBatch:
 def unpack(
     values: tuple[Tensor, Tensor], batch: SharedBatch, micro_batch: Any
 ) -> dict[str, Tensor]:
-    """Returns log_probs, and entropy if the micro-batch asks for it, nested like input_ids.
+    """Converts log-probabilities of a packed batch to the form that veRL expects of a model.
 
-    The value of a target is stored at the token before the target; all other entries are 0.
+    A target is a token whose log-probability was computed: each token of a response. veRL expects
+    nested tensors with one row per sequence and one entry per token, like input_ids. The value of a
+    target goes to the entry of the token before it, which predicts it; all other entries are 0.
 
     Args:
-        values: log-probabilities and entropies of the batch's targets, [L].
-        batch: the packed batch of the micro-batch, from `pack`.
-        micro_batch: veRL's micro-batch; its calculate_entropy asks for the entropy.
+        values: (log-probabilities, entropies) of the batch's L targets, each [L].
+        batch: the packed batch, from `pack`.
+        micro_batch: veRL's micro-batch, from which `batch` was packed.
+
+    Returns:
+        A dict with the nested tensor log_probs, and with entropy if the entry calculate_entropy of
+        the micro-batch is true.
     """
     with_entropy = bool(value(micro_batch, "calculate_entropy"))
     offsets = micro_batch["input_ids"].offsets()
@@ -170,7 +179,11 @@ def unpack(
 
 
 def response_lengths(data: Any) -> list[int]:
-    """Returns the number of tokens of each response, from nested or padded rows."""
+    """Returns the number of tokens of each response in veRL's data.
+
+    `data` has an entry "responses": a nested tensor, or a padded one beside "attention_mask" and
+    "prompts".
+    """
     if data["responses"].is_nested:
         lengths: list[int] = data["responses"].offsets().diff().tolist()
         return lengths
@@ -179,7 +192,11 @@ def response_lengths(data: Any) -> list[int]:
 
 
 def groups_of(data: Any) -> list[PaddedGroup]:
-    """Returns the groups of rows that have the same prompt, in the order of first rows."""
+    """Returns groups of the rows of veRL's data that have the same prompt.
+
+    Groups are in the order of their first rows. `data` has the entries input_ids, a nested tensor
+    of prompts with responses, and those that `response_lengths` reads.
+    """
     sequences, lengths = data["input_ids"].unbind(), response_lengths(data)
     rows_of: dict[tuple[int, ...], list[int]] = {}
     for row, (tokens, n) in enumerate(zip(sequences, lengths, strict=True)):
@@ -191,10 +208,15 @@ def groups_of(data: Any) -> list[PaddedGroup]:
 
 
 def micro_batches(groups: list[PaddedGroup], max_tokens: int, at_least: int = 1) -> list[list[int]]:
-    """Splits rows into micro-batches of at most max_tokens packed tokens; returns row numbers.
+    """Distributes the rows of a batch over micro-batches; returns the row numbers of each.
 
-    If a group is split, each of its micro-batches has the prompt, and results stay exact. At least
-    `at_least` micro-batches are returned, or one per row if there are fewer rows.
+    The rows of a group, which have the same prompt, stay together if they fit into a micro-batch.
+    Otherwise the group is split, and its prompt is in each part, so results stay exact.
+
+    Args:
+        groups: the groups of the batch, from `groups_of`.
+        max_tokens: the most packed tokens of a micro-batch, in which a prompt counts once.
+        at_least: the least number of micro-batches; with fewer rows, there is one for each row.
     """
     (plan,) = plan_microbatches([(g.prompt, g.responses) for g in groups], max_tokens)
     batches = [[groups[g].rows[i] for g, chosen in pieces for i in chosen] for pieces in plan]
@@ -206,7 +228,11 @@ def micro_batches(groups: list[PaddedGroup], max_tokens: int, at_least: int = 1)
 
 
 def _in_place_of(theirs: Callable[..., Any], engine: Any) -> Callable[..., Any]:
-    """Returns a function that splits data by groups, or as `theirs` for fixed numbers of rows."""
+    """Returns a function that makes micro-batches and keeps the responses of a prompt together.
+
+    It replaces veRL's function `theirs`, which it calls if micro-batches have a fixed number of
+    rows.
+    """
 
     @wraps(theirs)
     def prepare_micro_batches(data: Any, dp_group: Any = None, **others: Any) -> Any:
@@ -216,7 +242,7 @@ def _in_place_of(theirs: Callable[..., Any], engine: Any) -> Callable[..., Any]:
         _say_cut(engine, groups, room)
         name = importlib.import_module("verl.utils.device").get_device_name()
         most = torch.tensor(len(micro_batches(groups, room)), device=name)
-        # FSDP runs as many on every rank
+        # FSDP needs the same number of micro-batches on every rank
         torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=dp_group)
         batches = micro_batches(groups, room, at_least=int(most))
         take = importlib.import_module("verl.utils.tensordict_utils").index_select_tensor_dict
@@ -226,7 +252,7 @@ def _in_place_of(theirs: Callable[..., Any], engine: Any) -> Callable[..., Any]:
 
 
 def _say_cut(engine: Any, groups: list[PaddedGroup], room: int) -> None:
-    """Warns once per engine if groups have more than `room` packed tokens."""
+    """Logs a warning, once per engine, if groups have more than `room` packed tokens."""
     sizes = [group.prompt + sum(group.responses) for group in groups]
     cut = sum(size > room for size in sizes)
     if cut and not getattr(engine, SAYS_CUT, False):
@@ -239,12 +265,12 @@ def _say_cut(engine: Any, groups: list[PaddedGroup], room: int) -> None:
 
 
 def value(data: Any, name: str) -> Any:
-    """Returns the entry `name` of veRL's data, or None if there is no such entry."""
+    """Returns the entry `name` of a TensorDict of veRL, or None if there is no such entry."""
     return data[name] if name in data.keys() else None  # noqa: SIM118 (a TensorDict)
 
 
 def _temperature(micro_batch: Any) -> float:
-    """Returns the temperature of a micro-batch; Unsupported if rows have several."""
+    """Returns the temperature of a micro-batch; raises Unsupported if its rows differ in it."""
     temperature = value(micro_batch, "temperature")
     if not isinstance(temperature, Tensor):
         return float(temperature)
@@ -255,7 +281,7 @@ def _temperature(micro_batch: Any) -> float:
 
 
 def _check_settings(engine: Any) -> None:
-    """Raises Unsupported for settings of an engine that packed batches do not have."""
+    """Raises Unsupported if an engine has settings that packed batches do not support."""
     if engine.engine_config.ulysses_sequence_parallel_size > 1:
         _refuse("ulysses_sequence_parallel_size > 1", "1")
     if getattr(engine.engine_config, "pad_to_length", False):
@@ -263,7 +289,7 @@ def _check_settings(engine: Any) -> None:
 
 
 def _engines() -> Any:
-    """Returns the module with veRL's FSDP engines; Unsupported if a part that we use is missing."""
+    """Returns veRL's module of FSDP engines; raises Unsupported if it lacks what we patch."""
     try:
         home = importlib.import_module(HOME)
         for name in ("_build_module", "forward_backward_batch"):
@@ -278,4 +304,5 @@ def _engines() -> Any:
 
 
 def _refuse(got: str, needs: str) -> None:
+    """Raises Unsupported with a text that says what veRL passed and what packing needs."""
     raise Unsupported(need(OP, got, needs, "change veRL's configuration, or do not call patch()"))

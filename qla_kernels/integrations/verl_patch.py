@@ -11,4 +11,4 @@ from qla_kernels.runtime.errors import Unsupported
 try:
     patch()
 except Unsupported as error:
-    raise error from None  # the sentence names the cause
+    raise error from None  # its text names the cause

@@ -1,10 +1,10 @@
-"""veRL's trainers with `patch_trainers`: the responses of a prompt go to one rank.
+"""Makes veRL's trainers give all responses of a prompt to one rank.
 
-veRL deals rows over data-parallel ranks by their lengths, which separates the responses of a
-prompt. `verl.patch` calls `patch_trainers`; in the trainer's process veRL imports the module that
-`external_lib` names before the first step. After veRL has made its batch (with padding rows, in its
-default trainer), rows are dealt again: whole groups, so that each mini-batch of each rank has about
-equal work of packed tokens. This file does not import veRL; it is tested with veRL 0.9.1.
+Only responses on the same rank can share the computation of their prompt. veRL distributes the rows
+of a batch over data-parallel ranks by length, which separates them. After `patch_trainers`, which
+`verl.patch` calls, a trainer distributes the rows once more after veRL did: in whole groups (the
+responses to one prompt), so that each mini-batch of each rank has about the same work. This file
+does not import veRL; it is tested with veRL 0.9.1.
 """
 
 import logging
@@ -27,17 +27,24 @@ log = logging.getLogger("qla_kernels")
 
 
 class Row(NamedTuple):
-    """A sequence of a batch."""
+    """The size of a row of veRL's batch: a prompt with one response.
+
+    Attributes:
+        group: label of the prompt; rows with equal labels have the same prompt.
+        prompt: number of tokens of the prompt.
+        response: number of tokens of the response.
+    """
 
     group: str
-    prompt: int  # tokens
+    prompt: int
     response: int
 
 
 def patch_trainers() -> None:
-    """Patches veRL's trainers of this process; a repeat changes nothing.
+    """Makes veRL's trainers in this process give all responses of a prompt to one rank.
 
-    Modules that were not imported yet are left alone: a worker has no trainer.
+    Changes only trainers whose modules were imported before; a worker process has none. A second
+    call does nothing.
     """
     for module, name in TRAINERS.items():
         home = sys.modules.get(module)
@@ -48,7 +55,10 @@ def patch_trainers() -> None:
 
 
 def _by_groups(home: Any, theirs: Any) -> Any:
-    """Returns `_balance_batch` of a trainer, which deals groups after `theirs` has run."""
+    """Returns a trainer's method `_balance_batch`: it calls `theirs` and then distributes groups.
+
+    `home` is veRL's module of the trainer.
+    """
 
     @wraps(theirs)
     def balance_batch(self: Any, batch: Any, metrics: Any, *args: Any, **kwargs: Any) -> Any:
@@ -75,8 +85,12 @@ def _by_groups(home: Any, theirs: Any) -> Any:
 
 
 def rows_of(batch: Any) -> list[Row]:
-    """Returns the rows of a batch of either trainer; none if they have no label of their prompt."""
-    if hasattr(batch, "tags"):  # keys are UID_SESSION_INDEX
+    """Returns the group and the sizes of each row of a batch of veRL's trainers.
+
+    veRL has two trainers, and a type of batch for each. The result is empty if the batch does not
+    say which rows have the same prompt.
+    """
+    if hasattr(batch, "tags"):  # keys are {uid}_{session}_{index}
         return [
             Row(
                 key if tag.get("is_padding") else key.partition("_")[0],
@@ -95,14 +109,18 @@ def rows_of(batch: Any) -> list[Row]:
 
 
 def deal(rows: Sequence[Row], lists: int) -> list[list[int]]:
-    """Deals rows to `lists` lists, which get as many rows and about equal work.
+    """Distributes rows over lists with equal numbers of rows and about equal work.
 
-    Returns the lists, of row numbers. The costliest group goes first, to the list with the least
-    work that has room for all of it. A group that fits nowhere is cut. The number of rows is a
-    multiple of `lists`.
+    Returns the row numbers of each list. A group, the rows with the same prompt, stays together if
+    possible: the costliest group comes first, and each goes to the list with the least work among
+    those with room for the whole group. If no list has room for it, the group is split.
+
+    Args:
+        rows: the rows; their number is a multiple of `lists`.
+        lists: the number of lists: mini-batches of all ranks.
     """
     groups: dict[str, list[int]] = {}
-    for i, row in sorted(enumerate(rows), key=lambda x: x[1].group):  # no order of lengths
+    for i, row in sorted(enumerate(rows), key=lambda x: x[1].group):  # not veRL's order by length
         groups.setdefault(row.group, []).append(i)
     dealt: list[list[int]] = [[] for _ in range(lists)]
     room, work = [len(rows) // lists] * lists, [0.0] * lists
@@ -122,14 +140,17 @@ def deal(rows: Sequence[Row], lists: int) -> list[list[int]]:
 
 
 def _work(rows: Sequence[Row], group: Sequence[int]) -> float:
-    """Returns the cost of the rows of one prompt, packed, in units of a (query, key) pair."""
+    """Returns the cost of rows with the same prompt, which is packed once.
+
+    The unit is the attention of one (query, key) pair. `group` are the numbers of the rows.
+    """
     prompt, responses = rows[group[0]].prompt, [rows[i].response for i in group]
     pairs = prompt * (prompt + 1) // 2 + sum(prompt * r + r * (r + 1) // 2 for r in responses)
     return TOKEN_COST * (prompt + sum(responses)) + pairs
 
 
 def _say_cut(trainer: Any, rows: Sequence[Row], lists: Sequence[Sequence[int]], ranks: int) -> None:
-    """Warns once per trainer if groups are in several lists."""
+    """Logs a warning, once per trainer, if the rows of some group are in several lists."""
     groups = {row.group for row in rows}
     pieces = sum(len({rows[i].group for i in part}) for part in lists)
     if pieces > len(groups) and not getattr(trainer, SAID, False):
