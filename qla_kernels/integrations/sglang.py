@@ -119,15 +119,20 @@ def take_over(
 
 @functools.cache
 def kernel_class() -> type:
-    """Returns our subclass of SGLang's LinearAttnKernelBase."""
+    """Returns our subclass of SGLang's LinearAttnKernelBase; imports SGLang."""
     from sglang.srt.layers.attention.linear.kernels.kernel_backend import LinearAttnKernelBase
 
     return kernel_on(LinearAttnKernelBase)
 
 
 def kernel_on(base: Any) -> type:
+    """Returns a subclass of `base`, SGLang's LinearAttnKernelBase, that calls our kernels."""
+
     class QlaGDNKernel(base):  # type: ignore[misc]
-        """Our kernels: they update states in the pool [slots, HV, V, K]; index -1 is padding."""
+        """Runs decoding, prefill and verification of drafts on our kernels.
+
+        States are in a pool [slots, HV, V, K], which calls update in place; index -1 is padding.
+        """
 
         supports_packed_decode = True
         supports_strided_target_verify_qkv = True
@@ -271,9 +276,11 @@ def _row(x: Tensor) -> Tensor:
 
 
 def _refuse_replay(kwargs: dict[str, Any]) -> None:
+    """Raises Unsupported if the keywords of a call belong to --enable-linear-replayssm."""
     if any(x is not None for name, x in kwargs.items() if name.startswith("replayssm_")):
         _refuse("--enable-linear-replayssm", "--linear-attn-decode-backend triton")
 
 
 def _refuse(what: str, fix: str) -> None:
+    """Raises Unsupported: SGLang asked for `what`, and the option `fix` avoids that."""
     raise Unsupported(need("qla_kernels", what, "states in the pool alone", f"pass {fix}"))

@@ -2,11 +2,11 @@
 
     VLLM_PLUGINS=qla_kernels vllm serve ...
 
-`register` replaces the layer QwenGatedDeltaNetAttention. Our layer runs prefill, decode and
-verification of drafts on the pages of the cache, in place. A decoding step also runs the
-convolution and the norm on our kernels; otherwise these and the projections stay vLLM's. Other
-kinds of batches run on vLLM's kernels. Under QLA_BATCH_INVARIANT=1 the layer is that of
-vllm_bits.py.
+`register` replaces the layer QwenGatedDeltaNetAttention by ours, which runs prefill, decode and
+verification of drafts on our kernels and updates states in the pages of vLLM's cache. In a decoding
+step our kernels also run the convolution and the norm; otherwise these, and always the projections,
+stay vLLM's. Other kinds of batches run on vLLM's kernels. Under QLA_BATCH_INVARIANT=1 the layer is
+that of vllm_bits.py.
 """
 
 import os
@@ -39,10 +39,10 @@ FLAGS: dict[str, Any] = {
 
 
 def register() -> None:
-    """Makes vLLM's gated-delta-net layers run on our kernels if VLLM_PLUGINS has "qla_kernels".
+    """Makes vLLM's gated-delta-net layers run on our kernels; vLLM calls it when it loads plug-ins.
 
-    vLLM calls this function when it loads plug-ins. Raises Unsupported if vLLM is not installed, or
-    has a version that was not tested.
+    Does nothing unless the environment variable VLLM_PLUGINS names "qla_kernels". Raises
+    Unsupported if vLLM is not installed, or has a version that was not tested.
     """
     if NAME not in os.environ.get("VLLM_PLUGINS", "").split(","):
         return
@@ -54,7 +54,7 @@ def register() -> None:
     if LAYER in op_registry_oot:
         return
     if switched_on("QLA_BATCH_INVARIANT"):
-        from qla_kernels.integrations import vllm_bits  # it uses parts of this module
+        from qla_kernels.integrations import vllm_bits  # here, because it imports this module
 
         layer, what = vllm_bits.layer_on(engine), "prefill and decode with the bits of training"
     else:
@@ -64,9 +64,10 @@ def register() -> None:
 
 
 def layer_on(engine: Any) -> type:
-    """Returns our subclass of vLLM's gated-delta-net layer, which calls our kernels.
+    """Returns a subclass of vLLM's gated-delta-net layer that runs on our kernels.
 
-    `engine` is vLLM's module qwen_gdn_linear_attn, which defines the layer.
+    `engine` is vLLM's module qwen_gdn_linear_attn, which defines the layer. Constructing the new
+    class raises Unsupported if our kernels cannot run the layer's sizes or dtypes.
     """
     base: Any = getattr(engine, LAYER)
 
@@ -99,7 +100,7 @@ def layer_on(engine: Any) -> type:
             self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor
         ) -> None:
             batch = _batch(engine, self)
-            if batch is None:  # vLLM profiles
+            if batch is None:  # while vLLM measures memory
                 super()._forward_core(mixed_qkv, b, a, core_attn_out)
                 return
             n = batch.num_actual_tokens
@@ -127,13 +128,14 @@ def _batch(engine: Any, layer: Any) -> Any:
 
 
 def _only_decodes(batch: Any) -> bool:
+    """Returns whether a batch has one token of each sequence, and no drafts."""
     return batch.spec_sequence_masks is None and not batch.num_prefills and batch.num_decodes > 0
 
 
 def _can_norm(layer: Any) -> bool:
-    """Returns whether our decoding step can run the layer's norm, and q, k, v and z are adjacent.
+    """Returns whether our decoding step can also run the layer's norm and output gate.
 
-    If the next projection is quantised, vLLM's compiler fuses that with the norm.
+    Not if the next projection is quantised, because vLLM's compiler then fuses it with the norm.
     """
     norm = layer.norm
     return (
@@ -177,7 +179,10 @@ def _decode(
     out: Tensor,
     gate: Tensor | None = None,
 ) -> None:
-    """Runs one token of each sequence, and the norm if there is a gate; padding may follow."""
+    """Runs convolution and gated delta rule for one token of each sequence; writes `out`.
+
+    With `gate`, the input of the output gate, also runs the norm. Rows of padding may follow.
+    """
     slots = batch.non_spec_state_indices_tensor[: len(rows)]
     states, parameters = _convolution(engine, layer)
     norm: dict[str, Any] = {}
@@ -207,6 +212,7 @@ def _decode_rows(
     out: Tensor,
     norm: dict[str, Any] | None = None,
 ) -> None:
+    """Runs the gated delta rule for one token of each sequence, after vLLM's convolution."""
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     packed_decode_gated_delta_rule(
         rows, a, b, layer.A_log, layer.dt_bias, layer.kv_cache[1], slots,
@@ -216,7 +222,7 @@ def _decode_rows(
 
 
 def _convolved(engine: Any, layer: Any, batch: Any, rows: Tensor) -> Tensor:
-    """Returns the rows of a batch with prefill after vLLM's convolution."""
+    """Runs vLLM's convolution on a batch with prefill; returns the rows of all its tokens."""
     states, (weight, bias, activation) = _convolution(engine, layer)
     convolved: Tensor = engine.causal_conv1d_fn(
         rows.transpose(0, 1),
@@ -235,7 +241,7 @@ def _convolved(engine: Any, layer: Any, batch: Any, rows: Tensor) -> Tensor:
 def _prefill(
     engine: Any, layer: Any, batch: Any, rows: Tensor, b: Tensor, a: Tensor, out: Tensor
 ) -> None:
-    """Runs a batch with prefill: sequences of one token come first, then those of many."""
+    """Runs a batch with prefill: first the sequences that decode one token, then the others."""
     before = rows
     rows = _convolved(engine, layer, batch, rows)
     first = batch.num_decode_tokens if batch.num_decodes > 0 else 0
@@ -269,7 +275,10 @@ def _prefill(
 
 
 def _starts(batch: Any) -> Tensor:
-    """Returns the slots to start from; computed once per batch, for all layers."""
+    """Returns the slot from whose state each sequence of a prefill starts; new ones have slot 0.
+
+    Computed once per batch, by the first layer.
+    """
     starts: Tensor | None = getattr(batch, "qla_start_indices", None)
     if starts is None:
         slots, has = batch.prefill_state_indices, batch.prefill_has_initial_state
@@ -280,6 +289,7 @@ def _starts(batch: Any) -> Tensor:
 def _verify(
     engine: Any, layer: Any, batch: Any, rows: Tensor, b: Tensor, a: Tensor, out: Tensor
 ) -> None:
+    """Runs a batch of drafts, whose states are saved so that drafts can be rejected later."""
     count = batch.num_spec_decodes
     slots, bounds = batch.spec_state_indices_tensor, batch.spec_query_start_loc
     states, parameters = _convolution(engine, layer)

@@ -1,9 +1,10 @@
-"""vLLM's gated-delta layers with the bits of training: our plug-in under QLA_BATCH_INVARIANT=1.
+"""Gated-delta-net layers of vLLM whose results have the bits of training.
 
-A page of the cache holds the convolution's last tokens and a slot of a `GdnPool`: an anchor and a
-tail of tokens. Prefill and decoding append to it, so that a token's o has the bits of
-`chunk_gated_delta_rule(.., batch_invariant=True)` over the whole sequence. The convolution and the
-norm stay vLLM's. docs/lessons.md explains the pages.
+They are our plug-in under QLA_BATCH_INVARIANT=1. A page of vLLM's cache belongs to one sequence and
+holds the last tokens for the convolution, and a slot of a `GdnPool`: the state after a number of
+whole chunks, and the tokens since. Prefill and decoding append to the slot, so that the output o of
+a token has the bits of `chunk_gated_delta_rule(.., batch_invariant=True)` over the whole sequence.
+Convolution and norm stay vLLM's. docs/lessons.md explains the pages.
 """
 
 import math
@@ -21,15 +22,16 @@ from qla_kernels.integrations.engines import log, say_ran
 from qla_kernels.runtime.errors import Unsupported, need
 
 NAME = "QLA_BATCH_INVARIANT=1 in vLLM"
-SPECS = "get_mamba_specs_from_config"  # what vLLM asks a class of models for the sizes of pages
+SPECS = "get_mamba_specs_from_config"  # method of a model class: tells vLLM the sizes of pages
 PER_PAGE = "the gated-delta layers of a sequence take pages of %d bytes each: %d of the convolution"
 PER_PAGE += ", %d of the state, %d of the last tokens; vLLM pads them to its block of attention"
 
 
 def layer_on(engine: Any) -> type:
-    """Returns our subclass of vLLM's gated-delta-net layer, with the bits of training.
+    """Returns a subclass of vLLM's gated-delta-net layer whose results have the bits of training.
 
-    `engine` is the module qwen_gdn_linear_attn of vLLM.
+    `engine` is vLLM's module qwen_gdn_linear_attn, which defines the layer. Constructing the new
+    class raises Unsupported if vLLM's settings or the layer's sizes do not allow that.
     """
     base: Any = getattr(engine, plain.LAYER)
 
@@ -53,7 +55,7 @@ def layer_on(engine: Any) -> type:
             self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor
         ) -> None:
             batch = plain._batch(engine, self)
-            if batch is None:  # vLLM profiles
+            if batch is None:  # while vLLM measures memory
                 super()._forward_core(mixed_qkv, b, a, core_attn_out)
                 _profile(self, mixed_qkv, b, a)
                 return
@@ -64,18 +66,23 @@ def layer_on(engine: Any) -> type:
 
 
 def page_of(layer: Any) -> Page:
-    """Returns the layout of a page of the layer on this rank.
+    """Returns how our part of a page of vLLM's cache is laid out, for a layer on this rank.
 
-    The tokens of the convolution, which vLLM stores in the same page, are not included.
+    A page belongs to one sequence. Our part holds what a `GdnPool` has in a slot; the convolution's
+    last tokens, which vLLM stores in the same page, are not included.
     """
     heads = layer.num_k_heads // layer.tp_size, layer.num_v_heads // layer.tp_size
     return Page(*heads, layer.head_k_dim, layer.head_v_dim, layer.model_config.dtype)
 
 
 def refused(layer: Any, config: Any) -> str | None:
-    """Returns the reason why rollouts cannot have the bits of training, or None.
+    """Returns the reason why vLLM's results cannot have the bits of training, or None if they can.
 
-    `layer` is a gated-delta-net layer of vLLM, and `config` is vLLM's config.
+    Reasons are settings such as speculative decoding or prefix caching, and sizes of the layer.
+
+    Args:
+        layer: a gated-delta-net layer of vLLM.
+        config: vLLM's config.
     """
     cache_config, K = config.cache_config, layer.head_k_dim
     state = cache_config.mamba_ssm_cache_dtype
@@ -100,9 +107,15 @@ def refused(layer: Any, config: Any) -> str | None:
 
 
 def size_pages(layer: Any, config: Any) -> None:
-    """Tells vLLM the size of a page of the layer.
+    """Tells vLLM how large a page of its cache must be for a gated-delta-net layer of ours.
 
-    Must be called before vLLM chooses the block size of attention.
+    Replaces a method of the model's class that vLLM calls when it chooses the block size of
+    attention, so this must be called before. Raises Unsupported if the class has such a method of
+    its own.
+
+    Args:
+        layer: the layer.
+        config: vLLM's config.
     """
     from vllm.model_executor.models import ModelRegistry
     from vllm.v1.kv_cache_interface import MambaSpec
@@ -123,7 +136,7 @@ def size_pages(layer: Any, config: Any) -> None:
 
 
 def _state_bytes(layer: Any) -> list[int]:
-    """Returns the bytes of the convolution, of the state, and of tokens with gates and counts."""
+    """Returns how many bytes of a page the convolution, the state, and the last tokens take."""
     shape, dtype = layer.get_state_shape()[0], layer.get_state_dtype()[0]
     state, *tokens = page_of(layer).part_bytes()
     return [math.prod(shape) * dtype.itemsize, state, sum(tokens)]
@@ -131,7 +144,7 @@ def _state_bytes(layer: Any) -> list[int]:
 
 @cache
 def say_bytes(sizes: tuple[int, ...]) -> None:
-    """Logs the number of bytes of a page, once for all layers with the same sizes.
+    """Logs how many bytes a page of vLLM's cache has, once for all layers with the same sizes.
 
     `sizes` are the bytes of the convolution, of the state, and of the last tokens.
     """
@@ -139,6 +152,7 @@ def say_bytes(sizes: tuple[int, ...]) -> None:
 
 
 def _options(layer: Any) -> dict[str, Any]:
+    """Returns the keywords of `GdnPool.prefill` and `GdnPool.decode` for a layer."""
     return {
         "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True,
         "use_beta_sigmoid_in_kernel": True, "A_log": layer.A_log, "dt_bias": layer.dt_bias,
@@ -148,7 +162,10 @@ def _options(layer: Any) -> dict[str, Any]:
 def _forward(
     engine: Any, layer: Any, batch: Any, rows: Tensor, b: Tensor, a: Tensor, out: Tensor
 ) -> None:
-    """Runs a batch: sequences of one token come first, then those of many. Padding has slot 0."""
+    """Runs a batch: first the sequences that decode one token, then the others; writes `out`.
+
+    Padding has slot 0.
+    """
     # views of vLLM's tensors, made anew: vLLM may take its cache back
     pool = GdnPool.of(page_of(layer).slots(layer.kv_cache[1]), plain.NULL_SLOT)
     slots, first = batch.non_spec_state_indices_tensor, len(rows)

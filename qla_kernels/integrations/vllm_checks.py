@@ -1,4 +1,4 @@
-"""Checks of our layer for vLLM when it is built, and a log message."""
+"""Checks a layer of vLLM when our subclass of it is constructed, and logs what it does not run."""
 
 from functools import cache
 from typing import Any
@@ -12,9 +12,10 @@ from qla_kernels.runtime.sm90 import CAPABILITY
 
 
 def refused(layer: Any) -> str | None:
-    """Returns the reason why our prefill cannot run a layer of vLLM, or None.
+    """Returns the reason why our kernels cannot run a gated-delta-net layer of vLLM, or None.
 
-    The answer is for the GPU of this process, or for a Hopper GPU if there is none.
+    The answer depends on the layer's head sizes and dtypes, and on the GPU of this process; without
+    a GPU, it is the answer for a Hopper GPU.
     """
     K, V, dtype = layer.head_k_dim, layer.head_v_dim, layer.model_config.dtype
     q, v = (torch.empty(0, 1, 1, size, dtype=dtype, device="cpu") for size in (K, V))
