@@ -1,12 +1,12 @@
-"""Hooks that let models of other libraries run on our kernels.
+"""Makes models of other libraries run on our kernels.
 
     from qla_kernels import integrations
 
     integrations.fla.register()
     integrations.transformers.swap(model)
 
-Most hooks have the name of their library. Use them through `integrations`, as above: importing them
-by name would hide the library's own name. A hook is imported when it is first used. This module
+Most modules here have the name of their library. Use them through `integrations`, as above: a plain
+import would hide the library's own name. A module is imported when it is first used. This package
 imports no other library.
 """
 

@@ -1,7 +1,7 @@
-"""Checks that the layers of a Hugging Face model are full causal attention.
+"""Checks that the layers of a Hugging Face model have full causal attention.
 
-Gated delta nets pass too if the caller says that they follow the same layout. transformers itself
-only logs that a model's attention cannot be replaced, and continues with that.
+Gated-delta-net layers pass too if the caller allows them. The checks are needed because
+transformers only logs that it cannot replace a model's attention, and continues with its own.
 """
 
 from collections.abc import Iterator
@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import nn
 
-Complaint = tuple[str, str]  # a property of the model, and the property that is needed instead
-
+Complaint = tuple[str, str]  # a property of the model, and what is needed instead: for `need`
 
 LINEAR = "linear_attention"
 # methods of embeddings like RoBERTa's, in all releases of transformers
@@ -18,9 +17,10 @@ AFTER_PADDING = ("create_position_ids_from_input_ids", "create_position_ids_from
 
 
 def layer_kinds(model: Any) -> tuple[str, ...]:
-    """Returns the kind of each layer of a model, such as "full_attention".
+    """Returns the kind of each layer of a model, such as "full_attention", from its config.
 
-    `model` is a model, a layer or a config.
+    `model` is a model of transformers, a layer of one, or a config. The result is empty if the
+    config does not list kinds.
     """
     text = text_config(model)
     # models of transformers 4 use the second name
@@ -29,18 +29,19 @@ def layer_kinds(model: Any) -> tuple[str, ...]:
 
 
 def text_config(model: Any) -> Any:
-    """Returns the config of the decoder of a model.
+    """Returns the config of a model's text decoder, which models with images nest in their own.
 
-    `model` is a model or its config.
+    `model` is a model of transformers, a layer of one, or a config.
     """
     config = getattr(model, "config", model)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def other_layers(model: Any, linear: bool = False) -> Complaint | None:
-    """Returns an error text (got, needs) for layers that do not have full attention, or None.
+    """Returns None if all layers of a model have full attention, else what an error should say.
 
-    With `linear`, layers of linear attention are allowed too.
+    That is a pair (got, needs) of texts for `errors.need`. If `linear` is True, layers with linear
+    attention, such as gated delta nets, are allowed too. `model` is a model or its config.
     """
     others = sorted(
         {*layer_kinds(model)} - {"full_attention", "attention"} - ({LINEAR} if linear else set())
@@ -54,13 +55,14 @@ def other_layers(model: Any, linear: bool = False) -> Complaint | None:
 
 
 def anything_else(model: Any, linear: bool = False) -> Complaint | None:
-    """Returns an error text (got, needs) for a property that our attention lacks, or None.
+    """Returns None if our attention can replace a model's, else what an error should say.
 
-    Such properties are recurrent layers, windows, capped scores, dropout, attention to later
-    tokens, an attention that cannot be replaced, and positions that do not begin at 0. With
-    `linear`, layers of linear attention are allowed.
+    That is a pair (got, needs) of texts for `errors.need`. Our attention has no sliding windows,
+    capped scores, dropout or attention to later tokens, and needs positions that begin at 0.
+    Recurrent layers are not allowed, unless `linear` is True: then layers with linear attention,
+    such as gated delta nets, are.
 
-    `model` is a model or its config.
+    `model` is a model of transformers or its config.
     """
     if (complaint := other_layers(model, linear)) is not None:
         return complaint
@@ -86,9 +88,10 @@ def anything_else(model: Any, linear: bool = False) -> Complaint | None:
 
 
 def _exchangeable(model: Any, kinds: tuple[str, ...]) -> bool:
-    """Returns whether a model's attention goes through transformers' AttentionInterface.
+    """Returns whether a model calls its attention through transformers' AttentionInterface.
 
-    The flag is wrong for models with linear layers, which have a method that reads their source.
+    Only then can another attention be selected. Models with linear layers have a wrong value in the
+    attribute that says so, but a method that finds out from their source.
     """
     if LINEAR in kinds and hasattr(model, "_can_set_attn_implementation"):
         return bool(model._can_set_attn_implementation())
@@ -96,12 +99,15 @@ def _exchangeable(model: Any, kinds: tuple[str, ...]) -> bool:
 
 
 def looks_ahead(module: nn.Module, is_causal: bool | None) -> str | None:
-    """Returns the reason why a layer may see later tokens, or None if the layer is causal.
+    """Returns None if an attention layer is causal, else a text that says why it may not be.
 
-    As in transformers, the keyword is_causal takes precedence over the layer's attribute is_causal,
-    which is False for encoders and cross-attention. Some encoders have neither the keyword nor the
-    attribute. Every causal layer has the attribute, because transformers' FlashAttention requires
-    it.
+    As in transformers, the keyword is_causal of a call takes precedence over the layer's attribute
+    is_causal, which is False for encoders and cross-attention. Some encoders have neither. Every
+    causal layer has the attribute, because transformers' FlashAttention requires it.
+
+    Args:
+        module: the attention layer.
+        is_causal: the keyword, or None if the call does not have it.
     """
     if is_causal is None:
         is_causal = getattr(module, "is_causal", None)
@@ -111,6 +117,6 @@ def looks_ahead(module: nn.Module, is_causal: bool | None) -> str | None:
 
 
 def _decoder_layers(model: Any) -> Iterator[nn.Module]:
-    """Returns the decoder's modules, without image encoders, which need not be causal."""
+    """Returns the modules of the decoder, without image encoders, which need not be causal."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     return decoder.modules() if isinstance(decoder, nn.Module) else iter(())

@@ -1,15 +1,17 @@
-"""The convolution of gated-delta-net layers of Hugging Face transformers, and packed batches.
+"""Functions that gated-delta-net layers of Hugging Face transformers call after `swap`.
 
-A call of a model with `shared_prefix=batch.layout` runs the convolution and the gated delta rule of
-such a layer over the nodes of the layout: each node continues from the end of its parent. Other
-calls use our convolution if it can run. `swap` of transformers.py puts the functions of this file
-into layers, in one of two ways:
+Batches that store shared prompts once are calls of the model with `shared_prefix=batch.layout`. The
+layout says which tokens form which sequence, and convolution and gated delta rule follow it: each
+response continues from the end of its prompt. Other calls use our convolution if it can run them.
 
-- Since transformers 5.15 a layer calls functions of its Python module with all keywords of the
-  model's call. Nothing else is needed.
-- Until 5.14 a layer calls functions that it holds, with at most two of these keywords. `PackedCall`
-  takes the layout from the call of the surrounding decoder layer, by two hooks. In these releases
-  activation checkpointing recomputes a decoder layer with its hooks; since 5.15 it does not.
+`swap` of transformers.py makes layers call the functions of this file, in one of two ways:
+
+- Since transformers 5.15, a layer calls functions of its Python module and passes them all keywords
+  of the model's call. `swap` replaces the functions of the module.
+- Until 5.14, a layer calls functions that are its own attributes, and passes at most two of these
+  keywords. `swap` replaces the attributes by a `Held` and a `HeldConvolution`. These get the layout
+  from a `PackedCall`, which two hooks of the surrounding decoder layer fill. In these releases
+  activation checkpointing recomputes a decoder layer together with its hooks.
 """
 
 from collections.abc import Callable
@@ -43,10 +45,18 @@ def rule(
     *,
     layout: SharedLayout,
 ) -> tuple[Tensor, None]:
-    """Runs the gated delta rule over the nodes of a layout; returns (o [1, T, HV, V], None).
+    """Runs a layer's gated delta rule over a batch that stores shared prompts once.
 
-    q and k are [1, T, H, K], v is [1, T, HV, V], g and beta are [1, T, HV]. Raises ValueError for
-    more than one row, a cache, or cu_seqlens beside the layout.
+    Returns (o [1, T, HV, V], None); layers expect a second result, the final state. Raises
+    ValueError for a batch of several rows, for a cache, and for cu_seqlens beside the layout.
+
+    Args:
+        q, k: [1, T, H, K] packed tokens.
+        v: [1, T, HV, V].
+        g, beta: [1, T, HV].
+        layout: which tokens form which sequence, from a `SharedBatch`.
+
+    The other arguments are those of `chunk_gated_delta_rule`.
     """
     check_row(q.shape[0], q.shape[1], layout)
     if initial_state is not None or output_final_state:
@@ -67,10 +77,11 @@ def convolution(
     shared_prefix: SharedLayout,
     seq_idx: Tensor | None = None,
 ) -> Tensor:
-    """Runs the causal convolution of a layer over the nodes of a layout.
+    """Runs a layer's causal convolution over a batch that stores shared prompts once.
 
-    x and the result are [1, C, T], weight is [C, W]. Raises ValueError for more than one row, or
-    for seq_idx beside the layout.
+    x and the result are [1, C, T], and weight is [C, W]. `shared_prefix` is the layout of the
+    batch: which tokens form which sequence. Raises ValueError for a batch of several rows, and for
+    seq_idx, transformers' own bounds of sequences, beside the layout.
     """
     check_row(x.shape[0], x.shape[2], shared_prefix)
     _check_alone("seq_idx", seq_idx)
@@ -89,16 +100,16 @@ def of_rows(
     cu_seq_lens_q: Tensor | None = None,
     **_: Any,
 ) -> Tensor | None:
-    """Runs the causal convolution of a layer without a layout, or returns None.
+    """Runs a layer's causal convolution over rows of tokens; returns None if it cannot.
 
-    x and the result are [B, C, T]. Each row is one sequence; with cu_seq_lens_q, a single row holds
-    several packed sequences. The channels of the result are adjacent in memory, as the gated delta
-    rule reads them. Returns None for calls that `causal_conv1d` refuses. Also returns None for
-    packed sequences with seq_idx but without cu_seq_lens_q, because reading the bounds would wait
+    x and the result are [B, C, T]. Each row is a sequence, or with cu_seq_lens_q, their bounds, the
+    only row holds several packed sequences. The channels of the result are adjacent in memory, as
+    the gated delta rule reads them. Returns None for calls that `causal_conv1d` refuses, and for
+    packed sequences that are described by seq_idx alone, because finding their bounds would wait
     for the GPU.
     """
-    apart = seq_idx is not None or cu_seq_lens_q is not None
-    if activation not in ACTIVATIONS or (apart and (cu_seq_lens_q is None or x.shape[0] != 1)):
+    is_packed = seq_idx is not None or cu_seq_lens_q is not None
+    if activation not in ACTIVATIONS or (is_packed and (cu_seq_lens_q is None or x.shape[0] != 1)):
         return None
     rows = by_tokens(x)
     if rows.stride(2) != 1 or not flattens(rows):
@@ -116,10 +127,15 @@ def check_apart(
     bounds: Tensor | None,
     follows: bool,
 ) -> None:
-    """Raises Unsupported for packed sequences that the layer's own convolution would mix.
+    """Raises Unsupported if a layer's own convolution would mix packed sequences.
 
-    The caller calls this function if `of_rows` returned None. `follows` is True if the layer's own
-    convolution uses seq_idx.
+    For calls that our convolution, `of_rows`, does not run.
+
+    Args:
+        x, weight, activation: the arguments of the convolution.
+        seq_idx: the number of each token's sequence, or None.
+        bounds: the bounds of the sequences, or None. If both are None, nothing is packed.
+        follows: True if the layer's own convolution uses seq_idx to keep sequences apart.
     """
     if (seq_idx is None and bounds is None) or (follows and seq_idx is not None):
         return
@@ -139,19 +155,25 @@ def _refuse_pack(got: str) -> NoReturn:
 
 
 def refuse_replica(layer: nn.Module) -> None:
-    """Raises Unsupported for a replica made by DataParallel: replicas share one PackedCall."""
+    """Raises Unsupported if a layer is a replica that DataParallel made.
+
+    Its replicas run in threads of one process, and would overwrite each other's `PackedCall`.
+    """
     if getattr(layer, "_is_replica", False):
         refuse_replicas("a swapped layer in a DataParallel")
 
 
 def refuse_replicas(got: str) -> NoReturn:
-    """Raises Unsupported, with what was seen of a DataParallel."""
+    """Raises the Unsupported for a DataParallel; `got` is what the error says was seen of it."""
     fix = "use DistributedDataParallel, started by torchrun"
     raise Unsupported(need("a gated-delta-net layer", got, "one process for each GPU", fix))
 
 
 def check_row(rows: int, tokens: int, layout: SharedLayout) -> None:
-    """Raises ValueError unless a call has one row, of the layout's tokens."""
+    """Raises ValueError unless a layer's input [rows, tokens, ..] is one row of a layout's tokens.
+
+    The layout is that of a `SharedBatch`, whose packed tokens are a single row.
+    """
     if rows != 1:
         fix = "pack them, and pass batch.input_ids[None]"
         raise ValueError(need(OP, f"a batch of {rows} rows", "one packed row", fix))
@@ -167,17 +189,26 @@ def _check_alone(name: str, tensor: Tensor | None) -> None:
 
 
 class PackedCall:
-    """The sequences of a decoder layer's current call: a layout, or bounds and seq_idx, or None.
+    """Tells the functions of a gated-delta-net layer which sequences the current call has.
 
-    Layers before transformers 5.14 do not pass layout, bounds and seq_idx to the functions that
-    they call. Therefore two hooks of the decoder layer set and remove these fields; the second hook
-    also runs after an error. The second hook raises Unsupported unless the layer asked for the
-    layout twice, once for the convolution and once for the rule, because a replaced forward may
-    call other functions.
+    Until transformers 5.14 a layer does not pass the layout or the bounds of packed sequences to
+    the functions that it calls. `watch` therefore installs two hooks on the decoder layer around
+    it: one stores them here before each call, and one removes them after it, also after an error.
+    The second hook raises Unsupported if the layer did not ask for the layout twice, for its
+    convolution and for its rule: something may have replaced the layer's forward by one that calls
+    other functions.
+
+    Attributes:
+        mixes: True if the layer's convolution always mixes packed sequences.
+        layout: the layout of a batch with shared prompts, or None.
+        bounds: the bounds of packed sequences, or None.
+        seq_idx: the number of each token's sequence, or None.
+        asked: how often the layer asked for the layout in the current call.
+        hooks: handles of the two hooks.
     """
 
     def __init__(self, mixes: bool) -> None:
-        self.mixes = mixes  # the layer's convolution, whatever the call says
+        self.mixes = mixes
         self.layout: SharedLayout | None = None
         self.bounds: Tensor | None = None
         self.seq_idx: Tensor | None = None
@@ -185,7 +216,7 @@ class PackedCall:
         self.hooks: tuple[Any, ...] = ()
 
     def watch(self, decoder_layer: nn.Module) -> None:
-        """Installs the two hooks on a decoder layer."""
+        """Installs the two hooks, which see each call of a decoder layer."""
         begin = decoder_layer.register_forward_pre_hook(self._begin, with_kwargs=True)
         end = decoder_layer.register_forward_hook(self._end, always_call=True)
         self.hooks = begin, end
@@ -197,7 +228,7 @@ class PackedCall:
         self.hooks = ()
 
     def ask(self) -> SharedLayout | None:
-        """Returns the layout of the current call, or None, and counts this request of the layer."""
+        """Returns the layout of the decoder layer's current call, or None; counts the request."""
         self.asked += 1
         return self.layout
 
@@ -217,9 +248,12 @@ class PackedCall:
 
 
 class Held:
-    """A function for a layer to call in place of the original function.
+    """A gated delta rule that a layer calls in place of its own; it also knows the sequences.
 
-    A call runs our function with the layout or the bounds of the decoder layer's current call.
+    Args:
+        function: our function, which a call runs with the sequences of `call`.
+        call: the sequences of the decoder layer's current call.
+        packs: True if the function takes bounds of packed sequences, as cu_seqlens.
     """
 
     def __init__(self, function: Callable[..., Any], call: PackedCall, packs: bool) -> None:
@@ -232,9 +266,14 @@ class Held:
 
 
 class HeldConvolution:
-    """A convolution for a layer to call in place of the original convolution.
+    """A convolution that a layer calls in place of its own; it also knows the sequences.
 
-    A call runs our kernel, or the original convolution if our kernel refuses the call.
+    A call runs our kernel, or the layer's own convolution if our kernel refuses the call.
+
+    Args:
+        theirs: the function that the layer called before; None if it called conv1d.
+        conv1d: the layer's nn.Conv1d.
+        call: the sequences of the decoder layer's current call.
     """
 
     def __init__(
@@ -262,4 +301,4 @@ class HeldConvolution:
             theirs: Tensor = self.theirs(x=x, weight=weight, **others)
             return theirs
         y: Tensor = self.conv1d(x)[:, :, : x.shape[-1]]
-        return silu(y)  # as layers do that hold None
+        return silu(y)  # as layers without such a function do

@@ -1,12 +1,13 @@
-"""Gated-delta-net layers of transformers whose forward is ours, and their norms.
+"""Replaces the forward of gated-delta-net layers of transformers, and of their gated norms.
 
-A layer that `take_over` changed calls its projections as modules, and `gated_delta_net` between
-them. Calls with a cache run the layer's own forward, and so do other calls that need it: of layers
-whose convolution or norm has hooks, and of packs that only the layer's own convolution keeps apart.
-A norm that `take_norm` changed calls `gated_rms_norm`, or its own forward where that refuses.
+After `take_over`, a layer's forward calls the layer's projections, and `gated_delta_net` between
+them. Some calls still run the layer's own forward: those with a cache, those of a layer whose
+convolution or norm has hooks, and packed sequences that only the layer's own convolution can keep
+apart. After `take_norm`, a norm's forward calls `gated_rms_norm`, or the norm's own forward for
+calls that it refuses.
 
-Both leave alone what they do not know. A layer's forward is known if its code uses exactly the
-names of a `Kind`, and a norm's likewise.
+Layers and norms whose own forward is not known here do not change. A forward is known if its code
+uses exactly the names that are listed here.
 """
 
 import functools
@@ -27,18 +28,27 @@ from qla_kernels.norm import gated_rms_norm, refusal
 from qla_kernels.norm.autograd import without_saving
 from qla_kernels.runtime.arguments import GATE_ACTIVATIONS
 
-REGION = "region_of_qla_kernels"  # of layers that were taken over: a Region
+REGION = "region_of_qla_kernels"  # attribute of layers that `take_over` changed: a Region
 CACHES = ("cache", "cache_params")  # names of the second argument of a layer's forward
 MASKING = "apply_mask_to_padding_states"  # a function of the layer's Python module
 
 
 class Projected(NamedTuple):
-    """What the input projections of a layer give for x [B, T, hidden]."""
+    """The outputs of the input projections of a gated-delta-net layer.
 
-    mixed_qkv: Tensor  # [B, T, 2 H K + HV V]
-    z: Tensor  # [B, T, HV, V], or [B, T, HV V]
-    b: Tensor  # [B, T, HV], the input of beta's sigmoid
-    a: Tensor  # [B, T, HV], the input of the gate
+    There are H key heads of size K, and HV value heads of size V.
+
+    Attributes:
+        mixed_qkv: [B, T, 2 H K + HV V]: queries, keys and values, before the convolution.
+        z: [B, T, HV, V] or [B, T, HV V], the input of the output gate.
+        b: [B, T, HV], the input of beta's sigmoid.
+        a: [B, T, HV], the input of the gate, which computes each token's decay.
+    """
+
+    mixed_qkv: Tensor
+    z: Tensor
+    b: Tensor
+    a: Tensor
 
 
 def _qwen(layer: Any, x: Tensor) -> Projected:
@@ -59,13 +69,21 @@ def _olmo(layer: Any, x: Tensor) -> Projected:
 
 
 class Kind(NamedTuple):
-    """Layers whose forward we know."""
+    """A kind of gated-delta-net layer of transformers, and how its own forward is recognised.
+
+    Attributes:
+        project: runs a layer's input projections on hidden states [B, T, hidden size].
+        norm: name of the layer's attribute that is its norm.
+        out: name of the attribute that is its output projection.
+        names: the names that the code of its forward uses, without those that concern caches.
+        numbers: the floating-point constants of that code.
+    """
 
     project: Callable[[Any, Tensor], Projected]
-    norm: str  # the attributes of the norm and of the output projection
+    norm: str
     out: str
-    names: frozenset[str]  # that the forward's code uses, but for those of caches
-    numbers: frozenset[float]  # its constants
+    names: frozenset[str]
+    numbers: frozenset[float]
 
 
 EVERYWHERE = """
@@ -96,16 +114,27 @@ KINDS = (
 
 
 class Region(NamedTuple):
-    """How a layer was taken over."""
+    """What our forward needs to know of a layer that `take_over` changed.
+
+    Attributes:
+        kind: the kind of the layer.
+        masked: transformers' function that sets hidden states of padding to 0.
+        recompute: True if the backward runs convolution and norm again, to save memory.
+        theirs: the forward that the layer object had before; None if it was that of its class.
+    """
 
     kind: Kind
-    masked: Callable[[Tensor, Tensor | None], Tensor]  # the layer's MASKING
+    masked: Callable[[Tensor, Tensor | None], Tensor]
     recompute: bool
-    theirs: Any  # the forward that the layer had of its own, or None: its class's
+    theirs: Any
 
 
 def forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Runs a layer that was taken over, or that was."""
+    """The forward of a layer after `take_over`: runs `gated_delta_net` between the projections.
+
+    Calls that need the layer's own forward run that; so do all calls after `give_back`, if someone
+    stored this function. Arguments and result are those of the layer's own forward.
+    """
     region: Region | None = getattr(layer, REGION, None)
     if region is None or not _runs(layer, region, hidden_states, args, kwargs):
         if region is None or region.theirs is None:
@@ -117,12 +146,12 @@ def forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any
     x, layout = region.masked(hidden_states, mask), kwargs.get(KEY)
     if layout is not None:
         check_row(x.shape[0], x.shape[1], layout)
-    made, norm = region.kind.project(layer, x), getattr(layer, region.kind.norm)
-    mixed_qkv, z = _readable(made.mixed_qkv), _readable(made.z).to(made.mixed_qkv.dtype)
+    inputs, norm = region.kind.project(layer, x), getattr(layer, region.kind.norm)
+    mixed_qkv, z = _readable(inputs.mixed_qkv), _readable(inputs.z).to(inputs.mixed_qkv.dtype)
     y, _ = gated_delta_net(
         mixed_qkv,
-        made.a,
-        made.b,
+        inputs.a,
+        inputs.b,
         layer.A_log,
         layer.dt_bias,
         layer.conv1d.weight.squeeze(1),
@@ -149,7 +178,7 @@ def _runs(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> bool:
-    """Returns whether `gated_delta_net` runs a call; the layer's forward runs or refuses others."""
+    """Returns True if `gated_delta_net` can run a call, False if the layer's own forward must."""
     if any(x is not None for x in (*args[:1], *(kwargs.get(name) for name in CACHES))):
         return False
     bounds, seq_idx, layout = (kwargs.get(name) for name in ("cu_seq_lens_q", "seq_idx", KEY))
@@ -163,7 +192,7 @@ def _runs(
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Returns whether something happens at a call of a module besides its forward."""
+    """Returns whether a call of a module runs hooks besides its forward."""
     hooks = module._forward_pre_hooks, module._forward_hooks, module._backward_hooks
     return any(hooks) or hasattr(module, "_hf_hook")
 
@@ -173,10 +202,16 @@ def _readable(x: Tensor) -> Tensor:
 
 
 def take_over(layer: nn.Module, home: ModuleType, recompute: bool) -> bool:
-    """Gives a layer our forward, if we know its own; returns whether it has ours now.
+    """Replaces the forward of a gated-delta-net layer by ours; returns whether the layer has ours.
 
-    A forward that another library put into the layer stays, but for accelerate's, which calls the
-    one before it.
+    Does nothing and returns False if the layer's own forward is not one that we know, or if another
+    library replaced it. accelerate is an exception: its forward stays, and calls ours.
+
+    Args:
+        layer: the layer.
+        home: transformers' module that defines the layer's class.
+        recompute: True saves memory: the backward runs convolution and norm again. A later call may
+            change it.
     """
     if (region := layer.__dict__.get(REGION)) is not None:
         layer.__dict__[REGION] = region._replace(recompute=recompute)
@@ -196,7 +231,7 @@ def take_over(layer: nn.Module, home: ModuleType, recompute: bool) -> bool:
 
 
 def give_back(layer: nn.Module) -> None:
-    """Undoes `take_over`."""
+    """Undoes `take_over`, which replaced the forward of a gated-delta-net layer by ours."""
     region = layer.__dict__.pop(REGION, None)
     if region is None:
         return
@@ -204,22 +239,27 @@ def give_back(layer: nn.Module) -> None:
         if is_ours(layer.__dict__.get(slot)):
             if region.theirs is None and slot == "forward":
                 del layer.__dict__[slot]
-            else:  # accelerate calls it
+            else:  # accelerate calls this attribute
                 theirs = functools.partial(type(layer).forward, layer)
                 layer.__dict__[slot] = theirs if region.theirs is None else region.theirs
 
 
 def is_ours(function: Any) -> bool:
-    """Returns whether a layer's forward is ours."""
+    """Returns whether `function`, the forward of some layer, is the one that `take_over` sets."""
     return isinstance(function, functools.partial) and function.func is forward
 
 
 def is_taken_over(layer: nn.Module) -> bool:
+    """Returns whether a layer has our forward, by `take_over`."""
     return layer.__dict__.get(REGION) is not None
 
 
 def take_norm(layer: nn.Module) -> None:
-    """Gives the gated norm of a layer our forward, if we know its own."""
+    """Replaces the forward of a layer's gated RMSNorm by `normalised`.
+
+    Does nothing if the layer has no gated norm, if the norm's own forward is not one that we know,
+    or if another library replaced it.
+    """
     for name in ("norm", "o_norm"):
         norm = getattr(layer, name, None)
         if isinstance(norm, nn.Module) and "forward" not in norm.__dict__ and _is_gated(norm):
@@ -227,16 +267,24 @@ def take_norm(layer: nn.Module) -> None:
 
 
 def give_norm_back(layer: nn.Module) -> None:
-    """Undoes `take_norm`."""
+    """Undoes `take_norm`, which replaced the forward of a layer's gated RMSNorm by ours."""
     for name in ("norm", "o_norm"):
         norm = getattr(layer, name, None)
-        found = norm.__dict__.get("forward") if isinstance(norm, nn.Module) else None
-        if isinstance(found, functools.partial) and found.func is normalised:
+        function = norm.__dict__.get("forward") if isinstance(norm, nn.Module) else None
+        if isinstance(function, functools.partial) and function.func is normalised:
             del norm.__dict__["forward"]
 
 
 def normalised(norm: Any, hidden_states: Tensor, gate: Tensor) -> Any:
-    """Runs a gated norm that `take_norm` changed."""
+    """The forward of a gated RMSNorm after `take_norm`: runs `gated_rms_norm`.
+
+    Runs the norm's own forward if `gated_rms_norm` refuses the tensors.
+
+    Args:
+        norm: the module.
+        hidden_states: its input, [N, V] or with more dimensions before V.
+        gate: the input of its gate, of the same shape.
+    """
     x, z = _readable(hidden_states), _readable(gate)
     same = x.dtype == z.dtype and x.shape == z.shape
     if not same or x.dim() not in (2, 3, 4) or refusal(x, z, norm.weight) is not None:
@@ -245,7 +293,7 @@ def normalised(norm: Any, hidden_states: Tensor, gate: Tensor) -> Any:
 
 
 def _fits(layer: Any, kind: Kind) -> bool:
-    """Returns whether what a layer has besides its forward is what ours uses."""
+    """Returns whether a layer's norm, convolution and activation are ones that our forward runs."""
     norm = getattr(layer, kind.norm, None)
     width = layer.conv1d.weight.shape[-1]
     return (
@@ -267,19 +315,22 @@ def _is_gated(norm: nn.Module) -> bool:
 
 @functools.cache
 def _kind_of(layer_class: Any, home: ModuleType) -> Kind | None:
-    """Returns the kind of a class of layers; None if we do not know its forward."""
+    """Returns the kind of a layer class, or None if its forward is not one that we know.
+
+    `home` is transformers' module that defines the class.
+    """
     if not hasattr(home, MASKING) or not _is_of(layer_class.forward, home):
         return None
     names, numbers = _names(layer_class.forward)
     names = frozenset(name for name in names - REPEATS if OF_CACHES.search(name) is None)
-    found = (kind for kind in KINDS if (kind.names, kind.numbers) == (names, numbers))
-    return next(found, None)
+    matches = (kind for kind in KINDS if (kind.names, kind.numbers) == (names, numbers))
+    return next(matches, None)
 
 
 def _is_of(function: Any, home: ModuleType) -> bool:
-    """Returns whether a function and all that it wraps are of the module's package.
+    """Returns whether a function, and those that it wraps, are defined in the package of `home`.
 
-    Another library may have put a function around a forward, or in its place.
+    They are not if another library wrapped or replaced a forward.
     """
     package = home.__name__.partition(".")[0]
     while function is not None:

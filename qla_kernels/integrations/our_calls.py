@@ -1,7 +1,9 @@
 """Refuses arguments that are no models, and calls of prepared models that would be silently wrong.
 
-transformers drops a two-dimensional mask for attentions that it does not know, but linear layers
-apply it; and an attention that is not ours ignores our keyword.
+A prepared model uses an attention of ours, which reads a keyword of the model's call. Two mistakes
+would go unnoticed: an attention_mask, which transformers drops for attentions that it does not know
+although linear layers apply it; and a call after another attention was selected, which ignores the
+keyword.
 """
 
 import inspect
@@ -20,15 +22,22 @@ from qla_kernels.runtime.errors import need
 class OurCalls:
     """A forward pre-hook of a decoder: checks calls that pass the keyword of our attention.
 
-    Raises ValueError if a call with `keyword` also has an attention_mask, or if the model has
-    selected an attention that ignores `keyword`. Calls without `keyword` are not checked.
+    Raises ValueError if a call with the keyword also has an attention_mask, or if the model has
+    selected an attention that ignores the keyword. Other calls are not checked.
+
+    Attributes:
+        op: the function that the error names.
+        keyword: the keyword, such as "shared_prefix".
+        names: the names of the attentions that read the keyword.
+        without_mask: the error's advice: what to do instead of passing a mask.
+        mask_at: position of attention_mask among the forward's arguments, or -1.
     """
 
     op: str
     keyword: str
-    names: set[str]  # names of attentions that read `keyword`
-    without_mask: str  # what to do instead of passing a mask
-    mask_at: int  # position of the mask among the forward's arguments, or -1
+    names: set[str]
+    without_mask: str
+    mask_at: int
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if kwargs.get(self.keyword) is None:
@@ -50,19 +59,25 @@ LOAD = "load the model first, as by AutoModelForCausalLM.from_pretrained"
 
 
 def expect_module(op: str, model: Any) -> None:
-    """Raises TypeError unless `model` is a torch.nn.Module."""
+    """Raises TypeError, which names the function `op`, unless `model` is a torch.nn.Module."""
     if not isinstance(model, nn.Module):
         raise TypeError(need(op, described("model", model), "a torch.nn.Module", LOAD))
 
 
 def expect_model_or_config(op: str, model: Any) -> None:
-    """Raises TypeError if `model` is a builtin value such as a name, a list or None."""
+    """Raises TypeError if `model` is a builtin value, such as a model's name, a list or None.
+
+    Models, and configs of any class, pass. The error names the function `op`.
+    """
     if type(model).__module__ == "builtins":
         raise TypeError(need(op, described("model", model), "a model or its config", LOAD))
 
 
 def expect_model(op: str, model: Any) -> None:
-    """Raises TypeError unless `model` is a transformers model that no other module wraps."""
+    """Raises TypeError unless `model` is a model of transformers, without a wrapper such as DDP.
+
+    The error names the function `op`.
+    """
     expect_model_or_config(op, model)
     if not hasattr(model, "set_attn_implementation"):
         fix = "pass the model itself, before another module wraps it"

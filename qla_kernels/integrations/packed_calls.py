@@ -1,7 +1,8 @@
-"""Checks calls of a swapped model for packed sequences that gated delta nets would mix or drop.
+"""Checks calls of a swapped model for packed sequences that gated-delta-net layers would mix.
 
-Softmax attention of transformers separates sequences where position_ids restart. Gated delta nets
-and their convolutions need cu_seq_lens_q for that, and it must end where the row ends.
+A row may hold several packed sequences. Softmax attention of transformers separates them where
+position_ids restart. Gated delta nets and their convolutions only know the bounds in cu_seq_lens_q,
+which must end where the row ends.
 """
 
 import inspect
@@ -31,19 +32,24 @@ log = logging.getLogger("qla_kernels")
 
 @dataclass(eq=False)
 class PackedCalls:
-    """A forward pre-hook of a decoder: checks the bounds of sequences in calls without a cache.
+    """A forward pre-hook of a decoder: checks that calls say where packed sequences begin.
 
-    If position_ids restart within a row and cu_seq_lens_q is missing, the layers would mix
-    sequences: the hook logs a warning once, or raises Unsupported under QLA_CHECK=1. If
-    cu_seq_lens_q does not end where the row ends, the hook raises ValueError.
+    Gated-delta-net layers mix the sequences of a row if position_ids restart but the call has no
+    cu_seq_lens_q, the bounds of the sequences. The hook then logs a warning once, or raises
+    Unsupported under QLA_CHECK=1. If cu_seq_lens_q does not end where the row ends, it raises
+    ValueError. Calls with a cache are not checked.
 
-    On the CPU, and under QLA_CHECK=1, every call is checked. On a GPU, only the first call with
-    cu_seq_lens_q and the first call with position_ids alone are checked; each check waits for the
-    GPU.
+    On the CPU, and under QLA_CHECK=1, every call is checked. On a GPU, where a check waits for the
+    GPU, only the first call with cu_seq_lens_q and the first one with position_ids alone are.
+
+    Attributes:
+        names: names of the forward's arguments, in order.
+        looked: names of the arguments that were read on a GPU.
+        warned: True after the warning.
     """
 
-    names: tuple[str, ...]  # of the forward's arguments
-    looked: set[str] = field(default_factory=set)  # arguments on a GPU that were checked
+    names: tuple[str, ...]
+    looked: set[str] = field(default_factory=set)
     warned: bool = False
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -69,7 +75,7 @@ class PackedCalls:
                 self.warned = True
 
     def _looks(self, name: str, x: Tensor) -> bool:
-        """Returns whether to read `x`, an argument of this name."""
+        """Returns whether to check x, the argument `name`; on a GPU that is True only once."""
         if x.is_cpu or checks_contents():
             return True
         if name in self.looked or (x.is_cuda and device.capturing()):
@@ -79,22 +85,22 @@ class PackedCalls:
 
 
 def restarts(position_ids: Tensor, mask: Any) -> bool:
-    """Returns whether positions decrease within a row.
+    """Returns whether the positions of a row decrease somewhere, as where packed sequences begin.
 
     Tokens that the mask marks as padding are ignored.
 
     Args:
-        position_ids: [B, T], or [4, B, T], of which only the first entry, the positions of text, is
-            read. For other shapes the result is False.
-        mask: [B, T], 0 for padding; other values are ignored.
+        position_ids: [B, T]; or [4, B, T] with several axes, of which only the first, the positions
+            of text, is read. For other shapes the result is False.
+        mask: [B, T], 0 for padding. Anything but a tensor of this shape is ignored.
     """
     rows = position_ids[0] if position_ids.dim() == 3 and len(position_ids) == 4 else position_ids
     if rows.dim() != 2:
         return False
     less = rows[:, 1:] < rows[:, :-1]
     if isinstance(mask, Tensor) and mask.shape[-1] == rows.shape[1] and mask.dim() == 2:
-        there = mask != 0
-        less = less & (there[:, 1:] & there[:, :-1]).to(less.device)
+        is_token = mask != 0
+        less = less & (is_token[:, 1:] & is_token[:, :-1]).to(less.device)
     return bool(less.any())
 
 
@@ -107,13 +113,16 @@ def _check_end(bounds: Tensor, tokens: int) -> None:
 
 
 def _decoder(model: nn.Module) -> nn.Module:
-    """Returns the module through which all calls of a model go."""
+    """Returns the module inside a model that all calls of the model run, such as its decoder."""
     base = getattr(model, "base_model", model)
     return base if isinstance(base, nn.Module) else model
 
 
 def watch(model: nn.Module) -> None:
-    """Installs a `PackedCalls` hook on the decoder of a model; a second call does nothing."""
+    """Makes later calls of a model check the bounds of packed sequences, by a `PackedCalls` hook.
+
+    A second call does nothing.
+    """
     module = _decoder(model)
     if not any(isinstance(x, PackedCalls) for x in module._forward_pre_hooks.values()):
         names = tuple(inspect.signature(module.forward).parameters)
@@ -121,7 +130,7 @@ def watch(model: nn.Module) -> None:
 
 
 def forget(model: nn.Module) -> None:
-    """Removes the `PackedCalls` hook that `watch` installed."""
+    """Undoes `watch`: calls of the model no longer check the bounds of packed sequences."""
     module = _decoder(model)
     hooks = module._forward_pre_hooks
     for key in [key for key, hook in hooks.items() if isinstance(hook, PackedCalls)]:

@@ -1,4 +1,4 @@
-"""Compares the position_ids of a packed call with its layout."""
+"""Compares the position_ids of a batch that stores shared prompts once with its layout."""
 
 from typing import Any
 
@@ -10,16 +10,25 @@ from qla_kernels.runtime.errors import need
 
 
 def depths(layout: SharedLayout) -> Tensor:
-    """Returns the index that each packed token has within its sequences, [T] on the CPU."""
+    """Returns the position of each packed token in the sequences that contain it, [T] on the CPU.
+
+    Positions count from 0, the first token of the prompt; those of a response continue from its
+    prompt. `layout` describes a batch that stores each prompt once.
+    """
     return _depths(layout)[0]
 
 
 def check_positions(op: str, layout: SharedLayout, position_ids: Any) -> None:
-    """Raises ValueError unless position_ids fit the layout.
+    """Raises ValueError unless position_ids fit the layout of a batch with shared prompts.
 
     A prompt may begin at any position, but each response must continue where its prompt ended.
-    Waits for the device. Only position_ids of one row of T numbers are checked: layers of some
-    models get no position_ids, or position_ids of several axes.
+    Waits for a GPU. The error names `op`.
+
+    Args:
+        op: the function that the error names.
+        layout: the layout of the batch, with T packed tokens.
+        position_ids: the positions of the T tokens. Anything else, such as None or positions of
+            several axes, is not checked, because layers of some models get that.
     """
     if not isinstance(position_ids, Tensor) or position_ids.numel() != layout.num_tokens:
         return
@@ -34,8 +43,11 @@ def check_positions(op: str, layout: SharedLayout, position_ids: Any) -> None:
 
 
 def _depths(layout: SharedLayout) -> tuple[Tensor, Tensor]:
-    """Returns [T] depths, and for each token the first token of its tree; both on the CPU."""
-    path: list[tuple[int, int]] = []  # of the nodes around this one: end of subtree, tokens before
+    """Returns the position of each token, and the first token of its group; both [T], on the CPU.
+
+    A group is a prompt with its responses: a tree of nodes.
+    """
+    path: list[tuple[int, int]] = []  # of this node's ancestors: end of subtree, tokens before it
     starts: list[int] = []
     roots: list[int] = []
     for first, end, tout in layout.nodes.tolist():

@@ -1,18 +1,19 @@
-"""Gated-delta-net layers of transformers whose rollouts have the bits of their training forward.
+"""Makes `generate` of transformers compute the same bits as a training forward, in swapped layers.
 
-`swap(model, batch_invariant=True)` of transformers.py gives each layer a `LayerCall`, which runs
+`swap(model, batch_invariant=True)` of transformers.py gives each gated-delta-net layer a
+`LayerCall`, which runs
 
 - calls without a cache, and those with gradients, by `chunk_gated_delta_rule(..,
   batch_invariant=True)`;
-- calls with a cache by a `GdnPool`, in which slot n is row n of the batch.
+- calls with a cache by a `GdnPool`, in which slot n holds row n of the batch.
 
-The pool is an attribute of the layer's part of the cache, so it is copied and freed with it.
-transformers stores row numbers there as the recurrent state. `Cache.reorder_cache` reorders them,
-and the next call reorders the pool's slots accordingly.
+The pool is an attribute of the layer's part of the cache, so it is copied and freed with the cache.
+In place of a recurrent state, transformers stores the numbers of the rows. `Cache.reorder_cache`
+reorders these numbers, and the next call reorders the slots of the pool accordingly.
 
-Padding before and after a sequence, as the layer's mask says, is removed, because results have
-other bits if tokens move within a chunk: each sequence of a padded batch is computed as if it were
-alone. Masked tokens between others stay, as in layers of transformers, which set their inputs to 0.
+Results have other bits if tokens move within a chunk of 64 tokens. So padding before and after a
+sequence, as the layer's mask says, is removed, and each sequence is computed as if it were alone.
+Masked tokens between other tokens stay, as in transformers, which sets their inputs to 0.
 """
 
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from qla_kernels.gdn.validate import wants_gradients
 from qla_kernels.integrations.linear_layers import refuse_replica
 from qla_kernels.runtime.errors import Unsupported, need
 
-KEY = "qla_layer_call"  # a keyword of layers that pass theirs on to the functions of their module
+KEY = "qla_layer_call"  # the keyword by which layers since 5.15 pass a LayerCall to functions
 OP = "a gated-delta-net layer with batch_invariant=True"
 POOL = "pool_of_qla_kernels"  # the attribute of a layer's part of a cache
 

@@ -1,4 +1,4 @@
-"""The auxiliary loss of MoE routers, for packed batches that store shared tokens once."""
+"""The load-balancing loss of MoE routers, for batches that store shared prompts once."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -12,7 +12,12 @@ OP = "router_loss"
 
 
 class Packed(Protocol):
-    """The interface of a packed batch that `router_loss` needs; `SharedBatch` has it."""
+    """What `router_loss` needs of a packed batch: two properties, which a `SharedBatch` has.
+
+    Attributes:
+        num_tokens: number of packed tokens, T.
+        multiplicity: [T], the number of sequences that contain each token; 0 for padding.
+    """
 
     @property
     def num_tokens(self) -> int: ...
@@ -22,13 +27,13 @@ class Packed(Protocol):
 
 
 def router_loss(router_logits: Sequence[Tensor], batch: Packed, top_k: int) -> Tensor:
-    """Returns the load-balancing loss of the unpacked sequences of a packed batch.
+    """Returns the load-balancing loss of an MoE model for a batch that stores shared prompts once.
 
-    The loss is that of transformers for E experts: E sum_e f_e p_e. Here f_e is the number of
-    tokens that chose expert e among their top_k experts, and p_e is the sum of the probabilities of
-    expert e. Both are sums over all layers and are divided by the number of tokens. A packed token
-    counts once for each sequence that contains the token; in a packed batch, transformers' own loss
-    would count this token only once.
+    A packed token counts once for each sequence that contains it, so the loss is that of the
+    sequences without packing; transformers' own loss would count it once. For E experts the loss is
+    E sum_e f_e p_e, as in transformers: f_e is the number of tokens that chose expert e among their
+    top_k experts, and p_e the sum of the probabilities of expert e, both over all layers and
+    divided by the number of tokens.
 
     Args:
         router_logits: [T, E] of each layer: `out.router_logits` of a call with

@@ -4,22 +4,22 @@
     integrations.transformers.swap(model)  # returns the number of layers that run our kernels now
     print(integrations.transformers.status(model))  # which layers call our functions
 
-Until transformers 5.14 each layer holds the functions that it calls, `chunk_gated_delta_rule` for
-prefill and training and `recurrent_gated_delta_rule` for decoding; `swap` replaces them in each
-layer. Since 5.15 a layer calls functions of its Python module, which all models of that kind share;
-`swap` replaces them in the module. This file does not import transformers.
+`swap` replaces the functions that these layers call: the gated delta rule, in one version for
+prefill and training and one for decoding, and the convolution before it. Until transformers 5.14
+the functions are attributes of each layer. Since 5.15 they are functions of a Python module, which
+all models of a kind share; replacing them changes these models too. This file does not import
+transformers.
 
-`swap` also replaces the convolution before them; what `causal_conv1d` refuses, the layer's own
-convolution runs. In a call of the model with `shared_prefix=`, convolution and gated delta rule
-follow the layout of the packed batch (linear_layers.py, transformers_dualkv.py).
+Since 5.15 `swap` also replaces the forward of layers that it knows: in calls without a cache,
+`gated_delta_net` then runs everything between the projections, with fewer launches (mixers.py).
 
-Since 5.15 `swap` also gives the layers that it knows a forward that runs all between their
-projections in `gated_delta_net` (mixers.py): calls without a cache then need fewer launches.
+In a call of the model with `shared_prefix=`, for a batch that stores shared prompts once, the
+functions follow the layout of the batch (linear_layers.py, transformers_dualkv.py). With
+`swap(model, batch_invariant=True)`, `generate` gives the same bits as a training forward
+(rollouts.py).
 
-With `swap(model, batch_invariant=True)` rollouts have the bits of a training forward: rollouts.py.
-
-The gated delta rule has no fallback: a call that our functions refuse, such as fp32 on a GPU,
-raises.
+If our convolution refuses a call, the layer's own one runs it. The gated delta rule has no
+fallback: a call that our functions refuse, such as fp32 on a GPU, raises.
 """
 
 import functools
@@ -60,8 +60,8 @@ from qla_kernels.runtime.arguments import flag
 from qla_kernels.runtime.errors import Unsupported, need
 from qla_kernels.runtime.sm90 import require
 
-# Layers call these functions. A torch convolution returns q, k and v with a last stride other than
-# 1, so they are copied if needed. They have names in this module so that layers can be pickled.
+# Layers call these two functions. torch's convolution returns q, k and v with a last stride other
+# than 1; they are copied then. The functions are top-level, so that layers can be pickled.
 
 
 def chunk(
@@ -73,7 +73,22 @@ def chunk(
     qla_layer_call: LayerCall | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Runs the chunked gated delta rule of a swapped layer."""
+    """Runs the gated delta rule of a layer after `swap`, in training and prefill.
+
+    The layer calls this function in place of transformers' own `chunk_gated_delta_rule`, with the
+    same arguments, and gets the same results: o, and the final state or None.
+
+    Args:
+        q, k: [B, T, H, K].
+        v: [B, T, HV, V].
+        shared_prefix: the layout of a batch that stores shared prompts once, or None.
+        qla_layer_call: runs the rule with the bits of `generate`, if `swap` got
+            batch_invariant=True; else None.
+
+    Raises:
+        Unsupported: packed sequences, in cu_seqlens, in a call with a cache; or a call that
+            `chunk_gated_delta_rule` refuses.
+    """
     q, k, v = readable(q, k, v)
     if shared_prefix is None:
         _refuse_bounds_and_cache(**kwargs)
@@ -90,10 +105,10 @@ def _refuse_bounds_and_cache(
     initial_state: Tensor | None = None,
     **_: Any,
 ) -> None:
-    """Raises Unsupported for bounds beside a cache, even those of one sequence.
+    """Raises Unsupported for a call with a cache and cu_seqlens, even the bounds of one sequence.
 
-    Layers prepend the cache's last inputs to those of the call, so the bounds would be shifted; and
-    softmax attention would mix several sequences.
+    With a cache, layers prepend its last inputs to those of the call, which would shift the bounds,
+    and softmax attention would mix the sequences. The arguments are those of a layer's rule.
     """
     if cu_seqlens is not None and (output_final_state or initial_state is not None):
         fix = "pass use_cache=False, or set model.config.get_text_config().use_cache = False"
@@ -109,7 +124,23 @@ def recurrent(
     qla_layer_call: LayerCall | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Runs the recurrent gated delta rule of a swapped layer, for decoding with a cache."""
+    """Runs the gated delta rule of a layer after `swap`, for decoding with a cache.
+
+    The layer calls this function in place of transformers' own `recurrent_gated_delta_rule`, with
+    the same arguments, and gets the same results: o and the final state.
+
+    Args:
+        q, k: [B, T, H, K], with few tokens T, usually 1.
+        v: [B, T, HV, V].
+        shared_prefix: must be None.
+        qla_layer_call: runs the rule with the bits of a training forward, if `swap` got
+            batch_invariant=True; else None.
+
+    Raises:
+        ValueError: shared_prefix is not None.
+        Unsupported: the call has bounds of packed sequences, cu_seqlens, or is one that
+            `fused_recurrent_gated_delta_rule` refuses.
+    """
     if shared_prefix is not None:
         raise ValueError(need(OP, "a step of decoding", "a whole batch", "leave shared_prefix out"))
     _refuse_bounds_and_cache(**kwargs)
@@ -119,16 +150,17 @@ def recurrent(
 log = logging.getLogger("qla_kernels")
 
 HOLDS, SHARES = "chunk_gated_delta_rule", "torch_chunk_gated_delta_rule"
-HELD: dict[str, Callable[..., Any]] = {  # by a layer
+HELD: dict[str, Callable[..., Any]] = {  # by the attribute of a layer that holds the function
     HOLDS: chunk,
     "recurrent_gated_delta_rule": recurrent,
 }
-SHARED: dict[str, Callable[..., Any]] = {  # by the layers of a module
+SHARED: dict[str, Callable[..., Any]] = {  # by the function's name in a layer's Python module
     SHARES: chunk,
     "torch_recurrent_gated_delta_rule": recurrent,
 }
-CONVOLVES = "causal_conv1d_fn"  # in a layer and in a module
-KEEPS_APART = any(map(find_spec, ("causal_conv1d", "kernels")))  # theirs, with seq_idx
+CONVOLVES = "causal_conv1d_fn"  # the convolution's name, in a layer and in a module
+# whether transformers' own convolution keeps sequences apart, by seq_idx
+KEEPS_APART = any(map(find_spec, ("causal_conv1d", "kernels")))
 TAKES: dict[Callable[..., Any], Callable[..., Any]] = {  # the function whose keywords each takes
     chunk: chunk_gated_delta_rule,
     recurrent: fused_recurrent_gated_delta_rule,
@@ -138,22 +170,25 @@ NOT_WHOLE = (
     " batch_invariant; leave it out"
 )
 BEFORE = "before_qla_kernels"  # the attribute that keeps the original functions
-BESIDE = "beside_qla_kernels"  # of modules of a model all of whose linear layers hold ours
-PACKED = "packed_call_of_qla_kernels"  # of layers that hold functions: a PackedCall
+# attribute of all modules of a model if its gated-delta-net layers can run shared prompts
+BESIDE = "beside_qla_kernels"
+PACKED = "packed_call_of_qla_kernels"  # attribute of layers until 5.14: a PackedCall
 SIZES = "num_k_heads", "head_k_dim", "num_v_heads", "head_v_dim"  # attributes of layers
-CALL = "call_of_qla_kernels"  # of swapped layers: a LayerCall, or None without batch_invariant
+CALL = "call_of_qla_kernels"  # attribute of layers: a LayerCall, or None without batch_invariant
 
 
 class SwappedLayers(NamedTuple):
-    """The numbers of gated-delta-net layers of a model that call our functions, and that do not.
+    """How many gated-delta-net layers of a model call our functions, and how many do not.
 
-    `ours` and `others` map the name of a layer class to a number of layers of that class: `ours`
-    counts the layers that call our functions, `others` the layers that do not. str(x) is a sentence
-    such as "qla_kernels runs in 36 of 36 Qwen3NextGatedDeltaNet".
+    str(x) is a sentence such as "qla_kernels runs in 36 of 36 Qwen3NextGatedDeltaNet".
+
+    Attributes:
+        ours: for each layer class, by its name, the number of layers that call our functions.
+        others: likewise, the number of layers that do not.
     """
 
-    ours: dict[str, int]  # number of layers that do, by class
-    others: dict[str, int]  # number of layers that do not, by class
+    ours: dict[str, int]
+    others: dict[str, int]
 
     def __str__(self) -> str:
         swapped, every = Counter(self.ours), Counter(self.ours) + Counter(self.others)
@@ -165,12 +200,12 @@ class SwappedLayers(NamedTuple):
 def swap(
     model: nn.Module, batch_invariant: bool | None = None, recompute: bool | None = None
 ) -> int:
-    """Makes the gated-delta-net layers of `model` call our functions; a repeat changes nothing.
+    """Makes the gated-delta-net layers of a model run on our kernels; a repeat changes nothing.
 
-    Later calls of the model without a cache are checked (packed_calls.py): a packed batch whose
-    sequences these layers would mix logs a warning, and bounds that do not end where the row ends
-    raise ValueError. Some layers call functions of their Python module. If so, the functions of
-    that module are replaced, which changes such layers of other models too.
+    Since transformers 5.15 layers call functions of their Python module. `swap` replaces these, and
+    so changes such layers of other models too. Later calls of the model without a cache are
+    checked: if these layers would mix the packed sequences of a row, a warning is logged, and if
+    the bounds of the sequences, cu_seq_lens_q, do not end where the row ends, ValueError is raised.
 
     Args:
         model: a model of transformers, or another module that contains such layers.
@@ -178,9 +213,10 @@ def swap(
             forward without a cache and in `generate`, whatever else is in the batch; calls for
             which this is impossible raise Unsupported. None: no change for layers that are already
             swapped; otherwise True under QLA_BATCH_INVARIANT=1.
-        recompute: True saves memory in training: the backward runs convolutions and gated norms
-            again, whose results are then not saved. Only in layers of `whole`; logs a warning if
-            there are none. None: no change for layers that are already swapped; otherwise False.
+        recompute: True saves memory in training: results of convolutions and gated norms are not
+            saved, and the backward computes them again. This works in the layers that `whole`
+            counts; logs a warning if there are none. None: no change for layers that are already
+            swapped; otherwise False.
 
     Returns:
         The number of layers of `model` that call our functions; logs a warning if it is 0.
@@ -226,9 +262,9 @@ def swap(
 def restore(model: nn.Module) -> int:
     """Undoes `swap`; returns the number of layers whose original functions were restored.
 
-    If layers call functions of their Python module, the functions of that module are restored,
-    which undoes `swap` for such layers of other models too. The attention that
-    `transformers_dualkv.prepare` selects stays selected.
+    If the layers call functions of their Python module, as since transformers 5.15, these are
+    restored, which undoes `swap` for such layers of other models too. If
+    `transformers_dualkv.prepare` selected our attention, it stays selected.
     """
     expect_module("restore", model)
     packed_calls.forget(model)
@@ -252,11 +288,11 @@ def restore(model: nn.Module) -> int:
 
 
 def status(model: nn.Module) -> SwappedLayers:
-    """Counts the gated-delta-net layers of `model` that call our functions, and those that do not.
+    """Counts the gated-delta-net layers of a model that call our functions, and those that do not.
 
-    A call that our functions refuse raises an error. So after a forward without an error, our
-    functions ran in the layers of `ours`, unless another library replaced the forward of such a
-    layer.
+    Our functions raise an error for calls that they refuse. So if a forward of the model raised
+    none, they ran in the layers that the field `ours` counts, unless another library replaced the
+    forward of such a layer.
     """
     expect_module("status", model)
     layers = [(layer, BEFORE in layer.__dict__) for layer in _holders(model)]
@@ -269,9 +305,11 @@ def status(model: nn.Module) -> SwappedLayers:
 
 
 def whole(model: nn.Module) -> dict[str, int]:
-    """Returns how many layers run all between their projections in our functions, by class.
+    """Counts, by class, the layers that `swap` made run `gated_delta_net` between projections.
 
-    They do so in calls without a cache, unless another library replaced their forward later.
+    These layers need fewer launches, and `swap(model, recompute=True)` saves memory in them. They
+    run `gated_delta_net` in calls without a cache, unless another library replaced their forward
+    later. The other layers that `swap` changed call one of our functions after the other.
     """
     expect_module("whole", model)
     layers = (layer for layer in model.modules() if mixers.is_taken_over(layer))
@@ -279,11 +317,12 @@ def whole(model: nn.Module) -> dict[str, int]:
 
 
 def layers_that_take_layouts(model: nn.Module) -> tuple[int, str | None]:
-    """Returns (number of layers, name): the gated-delta-net layers of `model` that follow layouts.
+    """Counts the gated-delta-net layers of a model that can run batches with shared prompts.
 
-    A layer follows layouts if it computes the sequences of a `SharedLayout`, rather than one
-    sequence per row. `name` is the class of a layer whose forward another library replaced, because
-    the new forward may not call our functions; `name` is None if there is no such layer.
+    Such a batch stores each prompt once, and its `SharedLayout` says which tokens form which
+    sequence; other layers would take the whole row as one sequence. Returns (count, name): `name`
+    is the class of a counted layer whose forward another library replaced, so that it may not call
+    our functions, or None if there is no such layer.
     """
     sharers = [(layer, home) for layer, home in _sharers(model) if _takes_layouts(home)]
     layers = [*filter(_follows, _holders(model)), *(layer for layer, _ in sharers)]
@@ -295,24 +334,26 @@ def layers_that_take_layouts(model: nn.Module) -> tuple[int, str | None]:
 
 
 def beside_layers_that_take_layouts(attention: nn.Module) -> bool:
-    """Returns whether an attention layer is in a model whose gated-delta-net layers follow layouts.
+    """Returns whether the gated-delta-net layers around an attention layer can run shared prompts.
 
-    After `swap`, the gated-delta-net layers of supported models follow the `SharedLayout` of a
-    packed batch. Without `swap`, they would take each row as one sequence.
+    A batch with shared prompts stores each of them once, and its `SharedLayout` says which tokens
+    form which sequence. After `swap`, the gated-delta-net layers of supported models follow it;
+    without `swap` they would take the whole row as one sequence. `attention` is an attention layer
+    of the same model.
     """
     home = _home(attention)
     return getattr(attention, BESIDE, False) or (home is not None and _takes_layouts(home))
 
 
 def _check_parallel(model: nn.Module) -> None:
-    """Raises Unsupported for a DataParallel: its threads would share the records of layers."""
+    """Raises Unsupported if a model has a DataParallel: its threads would share our state."""
     if any(isinstance(module, nn.DataParallel) for module in model.modules()):
         fix = "use DistributedDataParallel: swap(model), wrap it, and start it by torchrun"
         raise Unsupported(need("swap", "a DataParallel", "one process for each GPU", fix))
 
 
 def _check_sizes(layer: nn.Module, batch_invariant: bool | None) -> None:
-    """Raises Unsupported for a layer on a GPU if our functions refuse its sizes, or the GPU."""
+    """Raises Unsupported if a layer is on a GPU and our kernels refuse its sizes or this GPU."""
     capability = _capability(layer)
     H, K, HV, V = (getattr(layer, name, None) for name in SIZES)
     if capability is None or H is None or K is None or HV is None or V is None:
@@ -332,18 +373,21 @@ def _capability(layer: nn.Module) -> tuple[int, int] | None:
 
 
 def _follows(layer: nn.Module) -> bool:
+    """Returns whether a layer whose functions are its attributes can run shared prompts."""
     return isinstance(getattr(layer, CONVOLVES, None), HeldConvolution)
 
 
 def _takes_layouts(home: ModuleType) -> bool:
+    """Returns whether layers that call functions of the module `home` can run shared prompts."""
     return all(hasattr(getattr(home, name, None), BEFORE) for name in (SHARES, CONVOLVES))
 
 
 def _take_over(layer: nn.Module, decoder_layer: nn.Module | None) -> None:
-    """Replaces the functions that a layer holds; they read layouts from the decoder layer's call.
+    """Replaces the functions that are attributes of a layer, as until transformers 5.14.
 
-    A layer without a decoder layer around it, or with another convolution than Qwen's, does not
-    follow layouts.
+    The new functions read the layout of a batch with shared prompts from the call of the decoder
+    layer. Without a decoder layer around it, or with another convolution than Qwen's, a layer
+    cannot run such batches.
     """
     before, bits = layer.__dict__.setdefault(BEFORE, {}), layer.__dict__[CALL]
     follows = decoder_layer is not None and hasattr(layer, CONVOLVES) and hasattr(layer, "conv1d")
@@ -362,14 +406,18 @@ def _take_over(layer: nn.Module, decoder_layer: nn.Module | None) -> None:
 
 
 def _give_back(layer: nn.Module) -> None:
-    """Undoes `_take_over`."""
+    """Undoes `_take_over`: restores the functions of a layer."""
     layer.__dict__.pop(PACKED).forget()
     for name, theirs in layer.__dict__.pop(BEFORE).items():
         setattr(layer, name, theirs)
 
 
 def _set_call(layer: nn.Module, batch_invariant: bool | None, handed_on: bool) -> bool:
-    """Gives a layer a LayerCall, or takes it away; returns whether that changed anything."""
+    """Makes a layer batch invariant or undoes that; returns whether this changed the layer.
+
+    A batch-invariant layer has a LayerCall. `handed_on` is True if the layer passes its keywords on
+    to the functions that it calls.
+    """
     keeps = batch_invariant is None and CALL in layer.__dict__
     call = layer.__dict__.setdefault(CALL, None)
     wanted = call is not None if keeps else is_invariant("swap", batch_invariant)
@@ -384,9 +432,10 @@ def _set_call(layer: nn.Module, batch_invariant: bool | None, handed_on: bool) -
 
 
 def _take_region(layer: nn.Module, home: ModuleType, recompute: bool | None) -> None:
-    """Gives a layer our forward, and its norm; one that is batch invariant keeps its own forward.
+    """Replaces the forward of a layer and of its norm by ours.
 
-    Its rollouts run the functions of the Python module, and a forward has to have their bits.
+    A batch-invariant layer keeps its own forward: `generate` runs the functions of the Python
+    module, and a training forward must have the same bits.
     """
     mixers.take_norm(layer)
     if layer.__dict__[CALL] is not None:
@@ -398,7 +447,7 @@ def _take_region(layer: nn.Module, home: ModuleType, recompute: bool | None) -> 
 
 
 def _mark(model: nn.Module) -> None:
-    """Marks the modules of a model all of whose linear layers hold functions that take layouts."""
+    """Marks all modules of a model if all its gated-delta-net layers can run shared prompts."""
     holders = list(_holders(model))
     if holders and all(map(_follows, holders)):
         for module in model.modules():
@@ -406,17 +455,22 @@ def _mark(model: nn.Module) -> None:
 
 
 def _holders(model: nn.Module) -> Iterator[nn.Module]:
+    """Returns the gated-delta-net layers whose functions are attributes, as until 5.14."""
     return (m for m in model.modules() if callable(getattr(m, HOLDS, None)))
 
 
 def _sharers(model: nn.Module) -> Iterator[tuple[nn.Module, ModuleType]]:
+    """Yields the layers that call functions of a Python module, as since 5.15, with the module."""
     for layer in model.modules():
         if not hasattr(layer, HOLDS) and (home := _home(layer, "GatedDeltaNet")) is not None:
             yield layer, home
 
 
 def _home(module: nn.Module, ending: str = "") -> ModuleType | None:
-    """Returns the Python module whose functions a layer calls, if its class has this ending."""
+    """Returns the Python module whose functions a layer calls: that of its class, or None.
+
+    None if that module has no such functions, or if the class's name does not end with `ending`.
+    """
     for kind in type(module).__mro__:  # FSDP2 derives a class of its own from a layer's
         home = sys.modules.get(kind.__module__)
         if hasattr(home, SHARES) and kind.__name__.endswith(ending):
@@ -425,10 +479,11 @@ def _home(module: nn.Module, ending: str = "") -> ModuleType | None:
 
 
 def _in_place_of(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that calls `ours` without the keywords that it does not know.
+    """Returns the function that replaces transformers' function `theirs` and calls `ours`.
 
-    Layers also pass keywords for other implementations. `theirs` runs the convolutions that ours
-    refuses; the attribute BEFORE stores it.
+    It drops keywords that `ours` does not know, because layers also pass keywords for other
+    implementations. If `ours` is the convolution, it calls `theirs` for calls that `ours` refuses.
+    Its attribute BEFORE stores `theirs`.
     """
     taken = inspect.signature(TAKES.get(ours, ours)).parameters.values()
     known = {KEY, rollouts.KEY, *(p.name for p in taken if p.kind != p.VAR_KEYWORD)}

@@ -210,13 +210,16 @@ def attend(
             check_positions(OP, shared_prefix, position_ids)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     kind = query.device.type
-    if torch.is_autocast_enabled(kind):  # q and k come in fp32 from their norms, v from its product
+    if torch.is_autocast_enabled(kind):  # norms return q and k in fp32, a projection v in 16 bits
         q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
     return shared_prefix_attention(q, k, v, shared_prefix, scale=scaling)[None], None
 
 
 def _check_neighbours(attention: nn.Module) -> None:
-    """Raises Unsupported if other layers of this attention's model would ignore the layout."""
+    """Raises Unsupported if other layers of the model would ignore a batch's shared prompts.
+
+    `attention` is the attention layer that is called.
+    """
     if (complaint := other_layers(attention)) is None:
         return
     if other_layers(attention, linear=True) is None:

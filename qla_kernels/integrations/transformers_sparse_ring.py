@@ -195,7 +195,7 @@ def attention(
         _check_positions(sparse_ring, position_ids, query.shape[2])
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     kind = query.device.type
-    if torch.is_autocast_enabled(kind):  # q and k come in fp32 from their norms, v from its product
+    if torch.is_autocast_enabled(kind):  # norms return q and k in fp32, a projection v in 16 bits
         q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
     if not torch.compiler.is_compiling():
         _check_numbers(sparse_ring, getattr(module, "config", None))
@@ -224,9 +224,10 @@ def _check_numbers(settings: SparseRingConfig, config: Any) -> None:
 
 
 def check_layers(layers: Iterable[int], config: Any, option: str = "dense_layers") -> None:
-    """Raises ValueError if a number in `layers` is not that of a layer of the model.
+    """Raises ValueError if a number in `layers` is not the number of a layer of the model.
 
-    `config` is the model's config; `option` is the option that the error names.
+    Layers are numbered from 0. `config` is the model's config, and `option` is the option that the
+    error names.
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     count = getattr(text, "num_hidden_layers", None)
@@ -240,10 +241,11 @@ def check_layers(layers: Iterable[int], config: Any, option: str = "dense_layers
 
 
 def _check_positions(settings: SparseRingConfig, position_ids: Any, tokens: int) -> None:
-    """Raises ValueError on every rank of a ring unless each position is a token's place in the
-    whole sequence; and without a ring if positions do not rise.
+    """Raises ValueError unless position_ids are the tokens' places in the whole sequence.
 
-    Left out, transformers counts from 0 on every rank. Positions of padding may be anything.
+    In a ring every rank raises, if one rank has wrong positions: without position_ids transformers
+    counts from 0 on each rank. Without a ring, positions must rise. Those of padding may be
+    anything.
     """
     group, layout = settings.group, settings.layout
     if group is None and layout is None:
@@ -253,7 +255,7 @@ def _check_positions(settings: SparseRingConfig, position_ids: Any, tokens: int)
         return  # the call itself refuses half a ring
     problem = None
     if isinstance(position_ids, Tensor) and position_ids.shape[-1:] == (tokens,):
-        with suppress(ValueError):  # of the layout: the call itself refuses such tokens
+        with suppress(ValueError):  # the layout does not fit: the call itself raises that
             places = layout.positions(tokens * group.world, group.rank)
             wrong = (position_ids.cpu() != places) & (places < (settings.seqlen or math.inf))
             if wrong.any():
@@ -266,7 +268,10 @@ def _check_positions(settings: SparseRingConfig, position_ids: Any, tokens: int)
 
 
 def _check_rising(position_ids: Any, tokens: int, seqlen: int | None) -> None:
-    """Raises ValueError if positions of a row restart; images' positions of several axes may."""
+    """Raises ValueError if positions restart within a row.
+
+    Positions of several axes, as for images, are not checked.
+    """
     if not isinstance(position_ids, Tensor) or position_ids.dim() > 2:
         return
     if position_ids.shape[-1] == tokens:
@@ -278,6 +283,7 @@ def _check_rising(position_ids: Any, tokens: int, seqlen: int | None) -> None:
 
 
 def _pattern(settings: SparseRingConfig, layer: int | None) -> Pattern:
+    """Returns the pattern of a layer; raises Unsupported if the settings have none for it."""
     if layer is not None and layer in settings.dense_layers:
         return Dense()
     if not isinstance(settings.pattern, Mapping):
