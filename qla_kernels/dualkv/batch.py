@@ -1,8 +1,8 @@
-"""`SharedBatch`: packed tokens, their layout, and the mapping back to the caller's sequences.
+"""`SharedBatch`: a batch that stores shared prompts once, and its map to the caller's sequences.
 
 pack_shared_prompts, pack_padded and pack_prefix_tree build it. Its methods do not wait for a GPU,
-apart from `to_replicated`, copies to the CPU, and checks under QLA_CHECK=1: sizes are host numbers,
-and indices are on the device of the tokens.
+apart from `to_replicated`, copies to the CPU, and checks under QLA_CHECK=1: sizes are numbers on
+the host, and indices are on the device of the tokens.
 """
 
 import functools
@@ -27,34 +27,60 @@ log = logging.getLogger("qla_kernels")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SharedBatch:
-    """S sequences in T packed tokens, of which L are targets; the pack_* functions make batches.
+    """A packed batch of sequences that stores shared prefixes, such as prompts, once.
 
-    Targets are the tokens whose log-probability is computed, from the logits of the previous token.
-    The last token of a prompt predicts the first token of every response, so M rows of logits serve
-    L targets.
+    `pack_shared_prompts`, `pack_padded` and `pack_prefix_tree` make batches. The caller passes S
+    sequences, each a prompt with a response, or any sequences that may share prefixes. The batch
+    has T packed tokens: each shared prefix once, followed by what continues it.
 
-    Targets are ordered by sequence, and within a sequence in packed order. The caller's tensors may
-    be padded: the value of a target then has row `row` and column `column`. `column` is the index
-    of the target in its response. If pack_prefix_tree made the batch, `column` is the index of the
-    target in its whole sequence.
+    L tokens are targets: their log-probabilities are computed, each from the logits of the token
+    before it in its sequence. For example, all tokens of responses are targets. The last token of a
+    prompt predicts the first token of all its responses, so the M tokens that predict a target are
+    fewer than L.
+
+    The caller numbers sequences; the batch orders them as they are packed. Targets are ordered by
+    sequence, in the order of the batch, and within a sequence by position.
+
+    Attributes:
+        layout: which packed tokens see each other.
+        input_ids: [T], token ids; 0 for padding.
+        position_ids: [T], the position of each token in its sequences; [.., T] if the caller passed
+            positions with more dimensions.
+        take: [T], the index of each packed token among the caller's tokens, counted row after row
+            or sequence after sequence; -1 for padding.
+        multiplicity: [T] int32, the number of sequences that contain the token; 0 for padding.
+        src_rows: [M], indices of the packed tokens that predict a target, ascending.
+        src_inv: [L], for each target, the index in src_rows of the token that predicts it.
+        targets: [L], token ids of the targets.
+        target_cu: [S + 1], bounds: sequence s of the batch has the targets target_cu[s] to
+            target_cu[s + 1].
+        order: [S], the caller's number of each sequence of the batch.
+        group_of: [S], the number of the group of each sequence; the sequences of a group share a
+            prompt, or with `pack_prefix_tree` their first token.
+        row: [L], the caller's number of each target's sequence: its row in a padded tensor.
+        column: [L], the column of each target in a padded tensor: its index in its response, or
+            with `pack_prefix_tree` in its whole sequence.
+        paths: S tensors on the CPU: the indices of the packed tokens of each sequence.
+        source_shape: the shape of the caller's tokens.
+        width: the smallest number of columns of a padded tensor that has a place for each target.
     """
 
     layout: SharedLayout
-    input_ids: Tensor  # [T]
-    position_ids: Tensor  # [T], or [.., T] as passed; a node continues where its parent ended
-    take: Tensor  # [T] index into the caller's tokens, laid end to end; -1 for padding
-    multiplicity: Tensor  # [T] int32, number of sequences that contain the token; 0 for padding
-    src_rows: Tensor  # [M] packed tokens that predict a target, ascending
-    src_inv: Tensor  # [L] index of each target into src_rows
-    targets: Tensor  # [L] token ids
-    target_cu: Tensor  # [S + 1] sequence s has the targets target_cu[s] to target_cu[s + 1]
-    order: Tensor  # [S] the caller's number of each sequence
-    group_of: Tensor  # [S] the group of each sequence, counted in packed order
-    row: Tensor  # [L] the caller's number of each target's sequence
-    column: Tensor  # [L]
-    paths: tuple[Tensor, ...]  # S tensors on the CPU: the packed tokens of each sequence
-    source_shape: tuple[int, ...]  # shape of the caller's tokens
-    width: int  # the smallest width of a padded tensor that holds every column
+    input_ids: Tensor
+    position_ids: Tensor
+    take: Tensor
+    multiplicity: Tensor
+    src_rows: Tensor
+    src_inv: Tensor
+    targets: Tensor
+    target_cu: Tensor
+    order: Tensor
+    group_of: Tensor
+    row: Tensor
+    column: Tensor
+    paths: tuple[Tensor, ...]
+    source_shape: tuple[int, ...]
+    width: int
 
     def __repr__(self) -> str:
         """Returns a text with the numbers of sequences, groups and tokens; reads no GPU tensor."""
@@ -100,9 +126,10 @@ class SharedBatch:
     def model_inputs(self) -> dict[str, Any]:
         """Returns keyword arguments for a transformers model: `model(**batch.model_inputs())`.
 
-        The model must use our attention: see `integrations.transformers_dualkv`. The model returns
-        logits only for the M tokens src_rows; pass `out.logits[0]` to `gather_logprobs`. If the
-        batch has no targets, there are no logits; a warning then says so once.
+        The model must use our attention: see `integrations.transformers_dualkv`. It returns logits
+        only for the M tokens that predict a target, whose indices are in the field src_rows; pass
+        `logits[0]` of its output to `gather_logprobs`. For a batch without targets it returns no
+        logits, and a warning is logged once.
         """
         if not len(self.targets) and 0 not in self.source_shape:  # padding alone has 0 tokens
             _warn_of_no_targets()
@@ -115,20 +142,24 @@ class SharedBatch:
         }
 
     def prepare(self, num_heads: int, kv_heads: int, head_dim: int = 128) -> None:
-        """Builds the tables of the attention kernels before the first call.
+        """Builds the tables of the attention kernels for this batch before the first call.
+
+        The first call otherwise builds them, which it cannot do in compiled code or while a CUDA
+        graph is captured.
 
         Args:
-            num_heads: number of query heads, H.
-            kv_heads: number of key heads, Hk.
-            head_dim: D.
+            num_heads: number of query heads.
+            kv_heads: number of key heads.
+            head_dim: head size.
         """
         self.layout.prepare(num_heads, kv_heads, head_dim=head_dim)
 
     def pack(self, x: Tensor) -> Tensor:
-        """Copies values of the caller's tokens, [*source_shape, ...], to packed order, [T, ...].
+        """Copies one value per token from the caller's order to the order of the packed tokens.
 
-        Padding tokens get 0. A token that several sequences share gets the value of the first of
-        these sequences. Raises ValueError if x has another shape.
+        x is [*source_shape, ...], where source_shape is the shape of the tokens that were packed;
+        the result is [T, ...]. A token that several sequences share gets the value of the first of
+        these sequences, and padding gets 0. Raises ValueError if x has another shape.
         """
         expect_tensors("SharedBatch.pack", x=x)
         dims = len(self.source_shape)
@@ -170,19 +201,22 @@ class SharedBatch:
         softcap: float | None = None,
         entropy: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Returns the targets' log-probabilities, [L] in fp32 (fp64 for fp64); differentiable.
+        """Returns the log-probabilities of the L targets from hidden states; differentiable.
 
-        There are no logits of all tokens in memory, neither here nor in the backward, which
-        computes them a second time. On a GPU logits are sums in fp32 that are not rounded, and take
-        at most 528 MiB.
+        They are [L], in fp32 (fp64 if hidden is fp64). Targets are the tokens whose log-probability
+        is computed, such as all tokens of responses. Computes logits in blocks, again in the
+        backward, and never stores the logits of all tokens; on a GPU a block takes at most 528 MiB.
+        Logits are fp32 and are not rounded to 16 bits.
 
         Args:
-            hidden: [M, D], the input of the head at the tokens src_rows, or [T, D], at all tokens.
+            hidden: [M, D], the input of the head at the M tokens that predict a target, those of
+                the field src_rows; or [T, D], its input at all packed tokens.
             head: the model's head, `model.get_output_embeddings()`, or its weight [vocabulary, D].
                 A module may be nn.Linear, or PEFT's LoRA around one.
             temperature: divides the logits.
-            softcap: c of c tanh(logits / c), for models with final_logit_softcapping.
-            entropy: also return [L], the entropy of the distribution that predicts each target.
+            softcap: c, for models that cap logits by c tanh(logits / c), as final_logit_softcapping
+                in their config says.
+            entropy: also return the entropies of the distributions that predict the targets, [L].
 
         Raises:
             ValueError: arguments of wrong shape, dtype or device, a temperature that is not a
@@ -227,14 +261,17 @@ class SharedBatch:
     def gather_logprobs(
         self, logits: Tensor, *, temperature: float = 1.0, entropy: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Returns the targets' log-probabilities, [L] in fp32 (fp64 for fp64); differentiable.
+        """Returns the log-probabilities of the L targets from logits; differentiable.
 
-        `logprobs` does so without logits in memory. This is for a model that returns them.
+        They are [L], in fp32 (fp64 if logits are fp64). Targets are the tokens whose
+        log-probability is computed, such as all tokens of responses. This method is for a model
+        that returns logits; `logprobs` takes hidden states and saves the memory of the logits.
 
         Args:
-            logits: [M, vocabulary], the logits of the tokens src_rows; any float dtype.
+            logits: [M, vocabulary], of the M tokens that predict a target, whose indices are in the
+                field src_rows; any float dtype.
             temperature: divides the logits.
-            entropy: also return [L], the entropy of the distribution that predicts each target.
+            entropy: also return the entropies of the distributions that predict the targets, [L].
 
         Raises:
             ValueError: logits of another shape, dtype or device, a temperature that is not a
@@ -281,9 +318,10 @@ class SharedBatch:
     def to_padded(self, x: Tensor, width: int | None = None, fill: float = 0.0) -> Tensor:
         """Copies one value per target, x [L, ...], to a padded tensor [S, width, ...].
 
-        Rows are in the caller's order of sequences. The value of a target goes to row `row` and
-        column `column`; other entries are `fill`. `width` defaults to `self.width`, the smallest
-        possible. Raises ValueError if `width` is smaller or x does not have L rows.
+        There is one row for each sequence, in the caller's order. A target, such as a token of a
+        response, has the column of its index in its response (with `pack_prefix_tree`, in its
+        sequence). Other entries are `fill`. `width` defaults to `self.width`, the smallest
+        possible. Raises ValueError if `width` is smaller, or if x does not have L rows.
         """
         op = "SharedBatch.to_padded"
         expect_tensors(op, x=x)
@@ -302,11 +340,11 @@ class SharedBatch:
         return padded.index_put((self.row, self.column), x)
 
     def from_padded(self, x: Tensor) -> Tensor:
-        """Copies the entries of a padded tensor x [S, width, ...] at the targets to [L, ...].
+        """Copies the values of the L targets from a padded tensor x [S, width, ...] to [L, ...].
 
-        This is the inverse of `to_padded`. The rows of x, for example of a tensor of advantages,
-        are in the caller's order of sequences. Raises ValueError unless x has S rows and at least
-        `self.width` columns.
+        x has one row for each sequence, in the caller's order, such as a tensor of advantages; the
+        columns are those of `to_padded`, whose inverse this is. Raises ValueError unless x has S
+        rows and at least `self.width` columns.
         """
         expect_tensors("SharedBatch.from_padded", x=x)
         if x.dim() < 2 or x.shape[0] != self.num_sequences or x.shape[1] < self.width:
@@ -317,11 +355,11 @@ class SharedBatch:
         return x[self.row, self.column]
 
     def to_replicated(self, x: Tensor) -> list[Tensor]:
-        """Splits x [T, ...], a value per packed token, by sequence; returns a list of S tensors.
+        """Splits x [T, ...], one value per packed token, by sequence; returns a list of S tensors.
 
-        Sequences are in the caller's order. The tensors have copies of shared tokens, for
-        comparison with runs that do not share prefixes. Waits for the device. Raises ValueError if
-        x does not have T rows.
+        The value of a shared token is copied to each sequence that contains it, so that results can
+        be compared with runs that do not share prefixes. Sequences are in the caller's order. Waits
+        for a GPU. Raises ValueError if x does not have T rows.
         """
         op = "SharedBatch.to_replicated"
         expect_tensors(op, x=x)
@@ -337,7 +375,7 @@ class SharedBatch:
 
 @functools.cache  # once, and not for every batch
 def _warn_of_no_targets() -> None:
-    """Warns that a model returns no logits for this batch, such as prompts without responses."""
+    """Logs that a model returns no logits for this batch, for example prompts without responses."""
     fix = "for log-probabilities of prompts use pack_prefix_tree(prompts); for logits of every "
     fix += "token pass model(**(batch.model_inputs() | {'logits_to_keep': 0}))"
     got, needs = "a batch without targets", "one, or the model returns no logits"
@@ -345,9 +383,9 @@ def _warn_of_no_targets() -> None:
 
 
 def taken(x: Tensor, take: Tensor) -> Tensor:
-    """Returns x[take] for x [n, ...], with 0 where `take` is -1.
+    """Returns the rows x[take], with 0 in place of a row where `take` is -1.
 
-    n may be 0 if all entries of `take` are -1.
+    x is [n, ...]; n may be 0 if all entries of `take` are -1.
     """
     rows = x if len(x) else x.new_zeros(1, *x.shape[1:])
     is_padding = (take < 0).reshape(-1, *[1] * (x.dim() - 1))
