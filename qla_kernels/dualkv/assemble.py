@@ -21,13 +21,13 @@ class Node(NamedTuple):
 
 
 class Member(NamedTuple):
-    """One of the caller's sequences: its path through the nodes, and its targets."""
+    """One of the caller's sequences: the nodes that it consists of, and its targets."""
 
-    nodes: list[int]  # its path, from the root
-    targets: Tensor  # [n] indices of its tokens that are targets
-    origin: int  # index of the token whose column is 0
-    number: int  # in the caller's numbering
-    group: int
+    nodes: list[int]  # from the root on
+    targets: Tensor  # [n] indices in the sequence of the tokens that are targets
+    origin: int  # index of the token that has column 0 in a padded tensor
+    number: int  # the caller's number of the sequence
+    group: int  # number of its group, counted in packed order
 
 
 def assemble(
@@ -39,12 +39,20 @@ def assemble(
     pad_to: int | None,
     read: Tensor | None = None,
 ) -> SharedBatch:
-    """Returns the SharedBatch of these nodes, in packed order, on the device of `source`.
+    """Returns the SharedBatch of a forest of nodes, on the device of `source`.
 
-    `source` are the caller's token ids; `position_ids`, if given, are [.., *source.shape]. `read`
-    is `source` on the CPU, if the packer has such a copy; target ids are checked if it is given or
-    source is on the CPU. Indices are computed on the host from lengths alone and then copied.
-    Raises ValueError for position_ids or pad_to that do not fit, or a negative target.
+    Indices are computed on the host from lengths and then copied. Raises ValueError if position_ids
+    or pad_to do not fit, or if the token id of a target is negative.
+
+    Args:
+        op: the function that the error names.
+        source: the caller's token ids.
+        nodes: the nodes in packed order, depth first.
+        members: the sequences.
+        position_ids: [.., *source.shape], or None for positions that count from 0.
+        pad_to: number of packed tokens after padding; None for no padding.
+        read: a copy of `source` on the CPU, if the packer has one. Targets are checked if it is
+            passed, or if source is on the CPU.
     """
     lengths = [node.length for node in nodes]
     layout = layout_of_nodes(op, lengths, [node.parent for node in nodes], pad_to, None)
@@ -68,8 +76,8 @@ def assemble(
         positions = moved(_positions(nodes, padding), there)
     else:
         check_positions(op, position_ids, source)
-        given = position_ids.flatten(position_ids.dim() - source.dim()).movedim(-1, 0)
-        positions = taken(given, moved(take, there)).movedim(0, -1)
+        by_token = position_ids.flatten(position_ids.dim() - source.dim()).movedim(-1, 0)
+        positions = taken(by_token, moved(take, there)).movedim(0, -1)
     return SharedBatch(
         layout=layout.to(there),
         input_ids=input_ids,

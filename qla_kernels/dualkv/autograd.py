@@ -1,4 +1,4 @@
-"""`SharedPrefixAttention`: the two operators as one differentiable function.
+"""`SharedPrefixAttention`: the operators dualkv_fwd and dualkv_bwd as a function for autograd.
 
 Autocast does not change dtypes here: it has no rule for either operator. The gradients are not
 differentiable in turn; differentiating them raises Unsupported.
@@ -21,7 +21,7 @@ def natural_lse(lse2: Tensor) -> Tensor:
 
 
 class SharedPrefixAttention(torch.autograd.Function):
-    """Runs dualkv_fwd, and dualkv_bwd in the backward; returns (o, lse), lse None if not asked for.
+    """Runs dualkv_fwd, and dualkv_bwd in the backward; returns (o, lse), or (o, None).
 
     Besides its inputs it saves o and lse2 (4 bytes per token and head) for the backward. Both
     results are differentiable.

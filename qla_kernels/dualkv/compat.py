@@ -94,7 +94,7 @@ def dualkv_varlen(
             fix = f"pass SharedLayout.from_lengths([({context_seqlen}, {responses})])"
             needs = f"responses of {responses} on a prompt of {context_seqlen}, as in cu_seqlens"
             raise ValueError(need(OP, "layout has other lengths", needs, fix))
-    elif not torch.compiler.is_compiling():  # untraceable
+    elif not torch.compiler.is_compiling():  # which cannot trace this
         _check_prompt(layout, context_seqlen)
     k, v = torch.cat([k_context, k_decoded]), torch.cat([v_context, v_decoded])
     q_shift = context_seqlen if len(q) == len(k) - context_seqlen else 0

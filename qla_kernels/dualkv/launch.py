@@ -1,4 +1,4 @@
-"""The operators on CUDA tensors: allocates results, chooses variants, launches kernels.
+"""The operators of ops.py on CUDA tensors: allocates results and launches kernels.
 
 Nothing is read back from the device.
 """
@@ -21,7 +21,10 @@ from qla_kernels.runtime.sm90 import dtype_name, require_aligned, tma_readable
 def dualkv_fwd(
     q: Tensor, k: Tensor, v: Tensor, tables: list[Tensor], scale: float, q_shift: int
 ) -> SharedForward:
-    """Launches the forward; returns o and the base-2 lse. Unsupported if one is unaligned."""
+    """Launches the forward; returns o and the base-2 lse.
+
+    Raises Unsupported if the address of q, k or v is not a multiple of 16 bytes.
+    """
     require_aligned(OP, q=q, k=k, v=v)
     work = Tables(*tables)
     num_queries, num_heads, D = q.shape
@@ -54,7 +57,10 @@ def dualkv_bwd(
     q_shift: int,
     deterministic: bool,
 ) -> SharedBackward:
-    """Launches the backward; returns dq, dk and dv. Unsupported if one is unaligned."""
+    """Launches the backward; returns dq, dk and dv.
+
+    Raises Unsupported if the address of q, k or v is not a multiple of 16 bytes.
+    """
     from qla_kernels.dualkv.launch_backward import backward
 
     require_aligned(OP, q=q, k=k, v=v)

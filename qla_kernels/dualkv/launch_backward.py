@@ -1,4 +1,4 @@
-"""The backward on the GPU: row statistics, then one pass over the scores, or two."""
+"""Launches the backward's kernels: row statistics, then one pass over the scores, or two."""
 
 import torch
 from torch import Tensor
@@ -27,10 +27,10 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launches the backward and returns dq, dk and dv, contiguous.
 
-    The current device has to be that of the tensors. With `one_pass` (see heuristics.py) bwd makes
-    all three and dq_cast rounds dq; otherwise bwd_dq makes dq, and bwd_dkv, for D = 256
-    bwd_dkv_wide, makes dk and dv. dkv_combine then sums the key tiles whose run of queries was
-    split.
+    The current device must be that of the tensors. If `one_pass` of heuristics.py says so, the
+    kernel bwd computes all three gradients, and dq_cast rounds dq. Otherwise bwd_dq computes dq,
+    and bwd_dkv, or bwd_dkv_wide for D = 256, computes dk and dv. If the queries of a key tile were
+    split over several CTAs, dkv_combine then adds their parts of dk and dv.
     """
     (num_tokens, num_heads, D), kv_heads = q.shape, k.shape[1]
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
@@ -42,8 +42,8 @@ def backward(
     )[0]
     pack, dtype = head_pack(num_heads, kv_heads), dtype_name(q.dtype)
     parts = rows.new_empty(_most_parts(tables, kv_heads), kv_heads, 2, KEY_TILES[D][KV], D)
-    given = (q, do, k, v, rows, tables.header)
-    by_keys = (*given, tables.kv_item, tables.kv_order)
+    inputs = (q, do, k, v, rows, tables.header)
+    by_keys = (*inputs, tables.kv_item, tables.kv_order)
     numbers = ((KV_QUERY_ROWS // min(pack, KV_PACK)).bit_length() - 1, q_shift, scale)
     if one_pass(deterministic, D):
         sums = rows.new_zeros(num_heads * num_tokens, D)
@@ -55,7 +55,7 @@ def backward(
         )
     else:
         jit.compile(bwd_dq, bwd_dq.Variant(dtype, D))(
-            *given, tables.dq_item, tables.dq_span, tables.order, dq,
+            *inputs, tables.dq_item, tables.dq_span, tables.order, dq,
             (QUERY_ROWS // pack).bit_length() - 1, q_shift, scale,
         )  # fmt: skip
         by_size = bwd_dkv_wide if D == 256 else bwd_dkv
@@ -73,13 +73,13 @@ def backward(
 
 
 def _most_parts(tables: Tables, kv_heads: int) -> int:
-    """Returns an upper bound of the number of partial sums; only the device knows the number.
+    """Returns the most partial sums of dk and dv that there can be; only the device knows how many.
 
-    A split run has one or two stretches, each of max(1, round(length / share)) parts; all runs of
-    all key heads together have at most SHARES shares. Without splits the result is 1, and that part
-    is never written.
+    A run, the queries of one key tile, is split into one or two stretches, and a stretch into
+    max(1, round(length / share)) parts. All runs of all key heads together have at most SHARES
+    shares. Without splits the result is 1: a placeholder.
     """
     splits = tables.split.shape[0]
     if not splits:
-        return 1  # never written
+        return 1
     return min(tables.kv_item.shape[0], 2 * splits + SHARES // kv_heads)

@@ -174,11 +174,11 @@ class SharedLayout:
         with device.of(self.tout):
             if self.tout.is_cuda and device.capturing():
                 raise ValueError(_not_prepared(numbers, "the capture of a CUDA graph"))
-            built = tables.build(self.nodes, num_heads, kv_heads, q_shift, tiles)
-            there = moved(tables.one_buffer(built), self.tout.device)
-            views, gpu = tables.views(there, built), there.get_device()
+            on_host = tables.build(self.nodes, num_heads, kv_heads, q_shift, tiles)
+            buffer = moved(tables.one_buffer(on_host), self.tout.device)
+            views, gpu = tables.views(buffer, on_host), buffer.get_device()
             by_default = gpu >= 0 and device.stream(gpu) == device.DEFAULT_STREAM
-            return Prepared(views, Kept(views, there), gpu, by_default)
+            return Prepared(views, Kept(views, buffer), gpu, by_default)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles leave the tables out; they are built again when needed."""

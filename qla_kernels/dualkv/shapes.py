@@ -4,8 +4,8 @@ The docstring of tables.py explains the columns.
 """
 
 KEY_TILE = 128  # keys of a tile at head sizes up to 128
-QUERY_ROWS = 128  # of a tile of the forward and of dq: tokens times packed heads
-KV_QUERY_ROWS = 64  # of a tile of the kernels that make dk and dv
+QUERY_ROWS = 128  # rows of a query tile of the forward and of bwd_dq: tokens times packed heads
+KV_QUERY_ROWS = 64  # rows of a query tile of the kernels that compute dk and dv
 
 # Head size -> keys of a tile of the forward, of one of bwd_dq, and of an item that makes dk and dv.
 FWD, DQ, KV = range(3)

@@ -1,13 +1,14 @@
-"""The kernels' work as int32 tables, built on the host from a layout's nodes and copied in one go.
+"""Builds the int32 tables that tell the attention kernels which tiles to compute.
 
-The tables depend on the layout, on the numbers of keys of a tile, which follow from the head size
-(`KEY_TILES` of shapes.py), and on `pack`, the number of query heads of one key head that share a
-tile of 128 rows, so a forward query tile has 128 / pack tokens. A query tile of the backward has 64
-rows, of up to 4 heads. All layers, recomputation and the backward use the same tables. A tile never
-holds tokens of two nodes, so no value of one response, not even a NaN, reaches another.
+They are built on the host from the nodes of a layout, and copied to the GPU together. A tile is a
+block of queries or of keys. A tile of the forward has 128 rows: those of 128 / pack tokens, where
+`pack` query heads of one key head share the tile. A query tile of the backward has 64 rows, of up
+to 4 heads. The number of keys of a key tile follows from the head size (`KEY_TILES` of shapes.py).
+All layers, recomputation and the backward use the same tables. A tile never holds tokens of two
+nodes, so no value of one response, not even a NaN, reaches another.
 
-The columns follow; shapes.py defines their indices. There are H / pack head slots, and head slot j
-has the query heads j pack .. (j + 1) pack - 1. Tokens are numbered in packed order.
+The columns follow; shapes.py defines their indices. There are H / pack head slots; head slot j has
+the query heads j pack .. (j + 1) pack - 1. Tokens are numbered in packed order.
 
 header [8]      entries of order, items, spans; entries of kv_order, kv_items, splits; parts; 0
 
@@ -101,10 +102,10 @@ def build(
     kv_tokens = KV_QUERY_ROWS // min(pack, KV_PACK)
     kv_item, split, kv_order = _backward(lines, kv_tokens, kv_heads, q_shift, tiles[KV])
     counts = [*map(len, (order, item, span, kv_order, kv_item, split)), int(split[:, 3].sum()), 0]
-    made = [_table(x) for x in (np.array(counts), item, span, order, kv_item, split, kv_order)]
+    tables = [_table(x) for x in (np.array(counts), item, span, order, kv_item, split, kv_order)]
     if tiles[DQ] == tiles[FWD]:
-        return Tables(*made, *made[1:3])
-    return Tables(*made, *map(_table, _forward(*of_queries, tiles[DQ])[:2]))
+        return Tables(*tables, *tables[1:3])
+    return Tables(*tables, *map(_table, _forward(*of_queries, tiles[DQ])[:2]))
 
 
 def _table(lines: Lines) -> Tensor:

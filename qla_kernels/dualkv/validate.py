@@ -46,7 +46,7 @@ def refusal(
     capability: tuple[int, int] | None = None,
     op: str = OP,
 ) -> str | None:
-    """Returns the reason why this version cannot run the call, or None if it can run the call.
+    """Returns the reason why this version cannot run `shared_prefix_attention`, or None if it can.
 
     The answer is the same with and without gradients.
 
