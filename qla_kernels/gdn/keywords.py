@@ -70,16 +70,20 @@ def refuse_unknown(op: str, kwargs: dict[str, Any]) -> None:
 
 
 def warm_bound(op: str, exact: Any, warm_log_bound: Any) -> float:
-    """Returns the warm_log_bound of a call from its arguments `exact` and `warm_log_bound`.
+    """Returns how small a contribution a call may omit, as the logarithm of a factor.
 
-    A long sequence is cut into segments that run in parallel. A segment may start from the last
-    tokens before it alone. This omits the state before those tokens, once it has decayed by a
-    factor below e^warm_log_bound. The result is -12 by default, -104 with exact=True or under
-    QLA_EXACT=1, and otherwise the argument; -inf omits nothing. None means that an argument was not
-    passed.
+    A call cuts long sequences into segments that run in parallel. It computes the state at the
+    start of a segment from the last tokens before it, and may omit what came before these tokens,
+    if that has decayed by a factor below e^result. The result is the argument warm_log_bound of
+    `chunk_gated_delta_rule` if it was passed; else -104 with exact=True or under QLA_EXACT=1, and
+    -12 by default. -inf omits nothing.
 
     Raises ValueError if exact is True and warm_log_bound is passed, or if warm_log_bound is not
-    below 0; the error names `op`.
+    below 0.
+
+    Args:
+        op: the function that the error names.
+        exact, warm_log_bound: as in `chunk_gated_delta_rule`; None if not passed.
     """
     if exact is None:
         exact = EXACT_BY_DEFAULT and warm_log_bound is None
@@ -100,7 +104,7 @@ def warm_bound(op: str, exact: Any, warm_log_bound: Any) -> float:
 
 
 def keeping(op: str, enable_fwd_cp_cache: Any) -> bool | None:
-    """Returns the argument enable_fwd_cp_cache as a bool, or None if it is None.
+    """Checks the argument enable_fwd_cp_cache of `chunk_gated_delta_rule`; returns a bool or None.
 
     True saves the segments of a forward for its backward. None saves them if the backward is
     predicted to be faster (choices.py). Raises ValueError for any other value; the error names
@@ -114,8 +118,9 @@ def keeping(op: str, enable_fwd_cp_cache: Any) -> bool | None:
 def is_invariant(op: str, batch_invariant: Any) -> bool:
     """Returns the argument batch_invariant of a call as a bool.
 
-    None means True under QLA_BATCH_INVARIANT=1, and else False. Raises ValueError for a value that
-    is no flag; the error names `op`.
+    Results of a batch-invariant call do not depend on what else is in the batch. None means True
+    under QLA_BATCH_INVARIANT=1, and else False. Raises ValueError, which names `op`, for a value
+    that is not a flag.
     """
     if batch_invariant is None:
         return INVARIANT_BY_DEFAULT

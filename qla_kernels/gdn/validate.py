@@ -70,7 +70,7 @@ def refusal(
     capability: tuple[int, int] | None = None,
     op: str = OP,
 ) -> str | None:
-    """Returns the reason why this version cannot run the call, or None if it can run the call.
+    """Returns the reason why this version cannot run `chunk_gated_delta_rule`, or None if it can.
 
     The answer is the same with and without gradients. The answer does not depend on g, beta and
     states, which may have any float dtype and any strides.

@@ -184,11 +184,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def one_of(dtypes: tuple[torch.dtype, ...]) -> str:
-    """Returns names of dtypes for a message, such as `bfloat16, float16 or float32`."""
+    """Joins names of dtypes to a text for a message, such as `bfloat16, float16 or float32`."""
     return alternatives([dtype_name(d) for d in dtypes])
 
 
 def alternatives(choices: Sequence[object]) -> str:
-    """Returns two or more choices for a message, such as `64, 128 or 256`."""
+    """Joins two or more choices to a text for a message, such as `64, 128 or 256`."""
     *head, last = map(str, choices)
     return f"{', '.join(head)} or {last}"

@@ -93,7 +93,7 @@ def sparse_attention(
         index.check(OP)
     lines = index.v_idx, index.v_cnt, index.d_bits
     if q.is_cuda and not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))):
-        o, lse, *_ = ops.forward(q, k, v, *lines, seqlen, scale)  # autograd takes time
+        o, lse, *_ = ops.forward(q, k, v, *lines, seqlen, scale)  # faster than autograd
     else:
         o, lse = SparseAttention.apply(  # type: ignore[no-untyped-call]
             q, k, v, *lines, seqlen, scale, None

@@ -277,16 +277,17 @@ def _timeline(work: Array, inner: int, x: float, x_outer: float) -> tuple[Array,
 
 
 def token_stripe_tiles(diagonals: Sequence[int], T: int, world: int) -> float:
-    """Returns the factor by which the work grows if ranks get single tokens in turn.
+    """Returns how many times more work sparse attention has if ranks get single tokens in turn.
 
-    The comparison is with ranks that get blocks of 64 tokens in turn. The mask consists of
-    diagonals, and work is the number of 64 x 64 tiles of rank-local tokens with a pair in it. With
-    single tokens the 64 consecutive tokens of a rank spread over `world` blocks of the sequence. So
-    two of a rank's blocks at distance n see each other if any diagonal from (n - 1) world + 1 to
-    (n + 1) world - 1 is in the mask. The formula holds for up to 64 ranks.
+    The comparison is with ranks that get blocks of 64 tokens in turn. Work is the number of 64 x 64
+    tiles of a rank's own tokens that the mask does not leave empty. Single tokens are worse because
+    64 consecutive tokens of a rank then come from `world` blocks of the sequence, so that a tile is
+    empty only if many diagonals are absent: two blocks of a rank at distance n need no work if the
+    mask has no diagonal from (n - 1) world + 1 to (n + 1) world - 1. Holds for up to 64 ranks.
 
     Args:
-        diagonals: distances between 64-token blocks that are in the mask.
+        diagonals: the mask: distances, in blocks of 64 tokens, of queries and keys that see each
+            other.
         T: tokens of the sequence.
         world: number of ranks.
     """

@@ -48,7 +48,14 @@ class Pending:
 
 
 class Swap(NamedTuple):
-    """Tensors `send` for rank `to`, and tensors `receive` to fill with data of rank `source`."""
+    """An exchange between ranks: what this rank sends, and what it receives; for `RankRing.swap`.
+
+    Attributes:
+        send: the tensors to send.
+        receive: tensors of the same shapes, which are overwritten by the data that arrives.
+        to: number of the rank to which the tensors are sent.
+        source: number of the rank from which data arrives.
+    """
 
     send: Sequence[Tensor]
     receive: Sequence[Tensor]

@@ -42,7 +42,7 @@ def refusal(
     capability: tuple[int, int] | None = None,
     op: str = OP,
 ) -> str | None:
-    """Returns the reason why this version cannot run a call, or None if it can run the call.
+    """Returns the reason why this version cannot run `sparse_attention`, or None if it can.
 
     The answer is for forward and backward.
 

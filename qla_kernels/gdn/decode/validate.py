@@ -96,7 +96,10 @@ def expect_null_slot(op: str, null_slot: int) -> None:
 
 
 def expect_out(op: str, out: Tensor, v: Tensor) -> None:
-    """Raises ValueError unless `out` is contiguous and has v's shape, dtype and device."""
+    """Raises ValueError unless `out` is contiguous and has v's shape, dtype and device.
+
+    `out` is the tensor to which a call writes its result; the error names the function `op`.
+    """
     expect_tensor(op, "out", out, tuple(v.shape), "[B, T, HV, V]", v.device, floats=True)
     if out.dtype != v.dtype:
         got = f"out is {dtype_name(out.dtype)}"

@@ -288,12 +288,13 @@ def _check_pairs(op: str, front: int, num_sequences: int, *pairs: list[int]) -> 
 def agree(
     op: str, shard: LinePlace, facts: Mapping[str, object], problem: Exception | None, on_gpu: bool
 ) -> None:
-    """Compares a call between ranks; raises on every rank if one has a problem or if calls differ.
+    """Checks that all ranks make the same call; if they do not, raises an error on every rank.
 
-    Calls differ if `facts` differ between ranks, or if the ranks' contexts disagree about sequences
-    that continue from one rank to the next. CPU calls are always compared. A GPU call is compared
-    only if its facts are new to the group, because ranks wait for each other and for the GPU when
-    they compare. If ranks make the same calls, either all ranks compare or no rank does:
+    Also raises on every rank if one of them has an error in its own arguments. Calls differ if
+    `facts` differ between ranks, or if the ranks' contexts disagree about sequences that continue
+    from one rank to the next. CPU calls are always compared. A GPU call is compared only if its
+    facts are new to the group, because ranks wait for each other and for the GPU when they compare.
+    If ranks make the same calls, either all ranks compare or no rank does:
 
     * Only `facts` decide whether a call is compared. The facts are equal on all ranks if the call
       is right. The ends of sequences and the number of tokens do not decide, because they differ by
