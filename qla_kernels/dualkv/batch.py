@@ -35,8 +35,8 @@ class SharedBatch:
 
     L tokens are targets: their log-probabilities are computed, each from the logits of the token
     before it in its sequence. For example, all tokens of responses are targets. The last token of a
-    prompt predicts the first token of all its responses, so the M tokens that predict a target are
-    fewer than L.
+    prompt predicts the first token of all its responses, so the M tokens that predict a target may
+    be fewer than L.
 
     The caller numbers sequences; the batch orders them as they are packed. Targets are ordered by
     sequence, in the order of the batch, and within a sequence by position.

@@ -28,10 +28,12 @@ PER_PAGE += ", %d of the state, %d of the last tokens; vLLM pads them to its blo
 
 
 def layer_on(engine: Any) -> type:
-    """Returns a subclass of vLLM's gated-delta-net layer whose results have the bits of training.
+    """Returns a subclass of vLLM's gated-delta-net layer that computes the same bits as training.
 
-    `engine` is vLLM's module qwen_gdn_linear_attn, which defines the layer. Constructing the new
-    class raises Unsupported if vLLM's settings or the layer's sizes do not allow that.
+    Its gated delta rule gives the bits of `chunk_gated_delta_rule(.., batch_invariant=True)` over
+    the whole sequence. `engine` is vLLM's module qwen_gdn_linear_attn, which defines the layer.
+    Constructing the new class raises Unsupported if vLLM's settings or the layer's sizes do not
+    allow that.
     """
     base: Any = getattr(engine, plain.LAYER)
 
@@ -76,7 +78,7 @@ def page_of(layer: Any) -> Page:
 
 
 def refused(layer: Any, config: Any) -> str | None:
-    """Returns the reason why vLLM's results cannot have the bits of training, or None if they can.
+    """Returns the reason why vLLM cannot compute the same bits as training, or None if it can.
 
     Reasons are settings such as speculative decoding or prefix caching, and sizes of the layer.
 

@@ -26,13 +26,14 @@ DECODES, REJECTS = Programs(f"{POOL_OP}.decode"), Programs(f"{POOL_OP}.reject")
 
 
 class GdnPool:
-    """Holds the states of sequences that grow by prefill and decode, with the bits of training.
+    """Holds the states of sequences for inference that computes the same bits as training.
 
-    A slot holds one sequence, as an anchor and a tail. The anchor is the state after the last whole
-    chunk of 64 tokens; the tail holds the tokens after this chunk. On a GPU, the results have the
-    same bits as `chunk_gated_delta_rule(.., batch_invariant=True)` over the whole sequence. The
-    results of a sequence do not depend on how calls split the sequence, or on other sequences of a
-    call. On a CPU the results are the same up to rounding.
+    A slot holds one sequence, to which `prefill` and `decode` append tokens, as an anchor and a
+    tail. The anchor is the state after the last whole chunk of 64 tokens; the tail holds the tokens
+    after this chunk. On a GPU, the results have the same bits as `chunk_gated_delta_rule(..,
+    batch_invariant=True)` over the whole sequence. The results of a sequence do not depend on how
+    calls split the sequence, or on other sequences of a call. On a CPU the results are the same up
+    to rounding.
 
     Not differentiable. No method waits for the device; CUDA graphs can capture all methods.
 
