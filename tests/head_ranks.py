@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from qla_kernels import pack_shared_prompts
 from qla_kernels.integrations import transformers_dualkv
 from qla_kernels.integrations.packed_head import packed_head
 
 VOCABULARY = 40
-WAYS = ("kept", "gathered again", "tied", *(("adapters",) if find_spec("peft") else ()))
+WAYS = ("kept", "gathered again", "tied", "cast", *(("adapters",) if find_spec("peft") else ()))
 
 
 def model_of(way: str) -> Any:
@@ -59,10 +59,12 @@ def main(folder: Path, port: int, rank: int, world: int) -> None:
     for way in WAYS:
         wanted = [gradients(model_of(way), other) for other in range(world)]
         model = model_of(way)
-        again = way != "kept"
+        # a policy casts the tensors of each module's arguments, also those in dataclasses
+        policy = MixedPrecisionPolicy(param_dtype=torch.float32 if way == "cast" else None)
+        options = {"reshard_after_forward": way != "kept", "mp_policy": policy}
         for layer in bare(model).model.layers:
-            fully_shard(layer, reshard_after_forward=again)
-        fully_shard(model, reshard_after_forward=again)
+            fully_shard(layer, **options)
+        fully_shard(model, **options)
         got = gradients(model, rank)
         said[way] = {}
         for name in wanted[0]:

@@ -7,7 +7,6 @@ a device.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -24,16 +23,16 @@ from qla_kernels.runtime.errors import need
 from qla_kernels.runtime.sm90 import alternatives
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class SharedLayout:
     """Which packed tokens see each other: the query of token i sees key j if j <= i < tout[j].
 
     A packed batch is a forest of nodes. A node is a run of tokens, such as a prompt or a response,
     and its children continue its sequence. A node comes before its children. `from_lengths` and
-    `from_forest` make layouts.
+    `from_forest` make layouts, which do not change.
 
-    SharedLayout is not a tuple, because wrappers that move a model's arguments to a GPU would move
-    all tensors of a tuple, and `nodes` must stay on the host.
+    SharedLayout is neither a tuple nor a dataclass. Wrappers that move a model's arguments to a GPU
+    would move all tensors of a tuple, and `nodes` must stay on the host. FSDP with mixed precision
+    makes new instances of dataclasses for each layer, which would not share tables.
 
     Attributes:
         tout: int32 [T]; tout[j] is one past the last packed token that may see token j.
@@ -45,18 +44,19 @@ class SharedLayout:
 
     tout: Tensor
     nodes: Tensor
-    prepared: dict["Key", "Prepared"] = field(default_factory=dict, init=False)
-    further: dict[tuple[str, int], Any] = field(default_factory=dict, init=False)
+    prepared: dict["Key", "Prepared"]
+    further: dict[tuple[str, int], Any]
 
-    def __post_init__(self) -> None:
+    def __init__(self, tout: Tensor, nodes: Tensor) -> None:
         """Raises ValueError unless nodes are a depth-first forest of the T tokens.
 
         Also compares `tout` with the nodes, unless it is on a GPU, for which that would wait.
         """
-        _check_tensors(self.tout, self.nodes)
-        check_nodes(self.nodes, len(self.tout))
-        if self.tout.is_cpu:
-            check_tout(self.tout, self.nodes)
+        _check_tensors(tout, nodes)
+        check_nodes(nodes, len(tout))
+        if tout.is_cpu:
+            check_tout(tout, nodes)
+        vars(self).update(tout=tout, nodes=nodes, prepared={}, further={})
 
     def __repr__(self) -> str:
         """Returns a text with the numbers of tokens and nodes; reads no tensor on a GPU."""
