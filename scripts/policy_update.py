@@ -263,7 +263,7 @@ class Found(NamedTuple):
     seconds: list[float]
     first: float
     peak: int
-    norm: float  # of the gradient of the first update
+    norm: float  # of the gradient of the first whole update
     logprob: float
 
 
@@ -280,8 +280,10 @@ def updates(case: Case, way: str, options: argparse.Namespace) -> Found:
     targets = case.responses * case.response
     norms, logprobs = [], []
 
-    def update(parts: Sequence[Part]) -> None:
+    def update(parts: Sequence[Part], rate: float = 1e-6) -> None:
         logprob = 0.0
+        for group in optimizer.param_groups:
+            group["lr"] = rate
         for part in parts:
             loss, mean = loss_of(model, part, targets)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -292,10 +294,10 @@ def updates(case: Case, way: str, options: argparse.Namespace) -> Found:
         norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
         logprobs.append(logprob)
 
-    def clocked(parts: Sequence[Part]) -> float:
+    def clocked(parts: Sequence[Part], rate: float = 1e-6) -> float:
         synchronize()
         begin = time.perf_counter()
-        update(parts)
+        update(parts, rate)
         synchronize()
         return time.perf_counter() - begin
 
@@ -303,13 +305,12 @@ def updates(case: Case, way: str, options: argparse.Namespace) -> Found:
         torch.cuda.reset_peak_memory_stats()
     try:
         with kernels_of(way):
-            first = clocked(parts if options.tiny else parts[:1])  # compiles and fills pools
+            first = clocked(parts[:1], 0.0)  # compiles and fills pools, and changes no weight
             seconds = [clocked(parts) for _ in range(options.steps)]
     finally:
         forgotten(model, way)
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    index = 0 if options.tiny or len(parts) == 1 else 1
-    return Found(seconds, first, peak, norms[index], logprobs[index])
+    return Found(seconds, first, peak, norms[1], logprobs[1])
 
 
 def operations(case: Case, way: str, model_config: Any) -> float:
