@@ -5,6 +5,7 @@
     python -m benchmarks.sm90 gdn --set backward,short --impl ours,flash_qla --save
     python -m benchmarks.sm90 gdn --set serving --quick   what engines call, on pools of states
     python -m benchmarks.sm90 model                       layers of transformers; --set fla: FLA's
+    python -m benchmarks.sm90 gdn --quick --against H100  beside the newest times on record
 
 Shapes of your own, in any family:
 
@@ -44,51 +45,46 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from . import chart, tables
+from . import chart, show, tables
 from .families import DEFAULT, QUICK, SETS
 from .gdn.workloads import Gdn
 from .harness import records
 from .harness.messages import Machine, Options
-from .harness.own_shapes import DIRECTIONS, add_options, asked, joined, names, own_shapes, remark
-from .harness.progress import Progress
+from .harness.own_shapes import DIRECTIONS, add_options, asked, names, own_shapes, remark
 from .harness.records import Run, write_whole
-from .harness.warm import compile_all
 from .harness.watchdog import LIMITS, Harness
 from .harness.without_gpu import WHOLE, for_cpu
 from .harness.workload import words
 from .rivals import implementations, names_for
 
-SETS_HELP = "; ".join(f"{family}: {', '.join(sets)}" for family, sets in SETS.items())
-
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.sm90",
-        usage="python -m benchmarks.sm90 [FAMILY] [OPTIONS]   --help lists them",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    plain, program = argparse.RawDescriptionHelpFormatter, "python -m benchmarks.sm90"
+    usage = f"{program} [FAMILY] [OPTIONS]   --help lists them"
+    parser = argparse.ArgumentParser(program, usage, __doc__, formatter_class=plain)
     add = parser.add_argument
     add("family", nargs="?", default="gdn", choices=sorted(SETS))
     add("--quick", action="store_true", help="the anchor rows, fewer repetitions")
-    add("--set", metavar="NAME,...", type=names, default=[], help=SETS_HELP)
+    said = "; ".join(f"{family}: {', '.join(sets)}" for family, sets in SETS.items())
+    add("--set", metavar="NAME,...", type=names, default=[], help=said)
     add_options(parser)
     add("--only", metavar="PATTERN", help="workloads whose name in --list matches, e.g. '*16x32*'")
     said = "e.g. ours,flash_qla,fla,flashinfer"
     add("--impl", metavar="NAME,...", type=names, default=[], help=said)
     add("--save", action="store_true", help="append the record to benchmarks/results")
+    said = "compare with records: words or files as benchmarks.show takes them; exit 1 if a time "
+    said += "of ours is above the newest of theirs by more than --threshold"
+    add("--against", metavar="FILTER,...", type=names, help=said)
+    add("--threshold", type=float, default=3.0, metavar="PERCENT", help="(default: 3)")
     add("--json", action="store_true", help="print the record as JSON instead of a table")
     add("--plot", action="store_true", help="draw figures, SVG in --out")
     said = "folder for FAMILY.md (tables), FAMILY.json (the record), FAMILY.log (what libraries "
     said += "print) and figures; the next run of the family replaces them (default: out)"
     add("--out", type=Path, default=Path("out"), help=said)
     add("--list", action="store_true", help="print the workloads and stop")
-    add("--cold", action="store_true", help="fill the L2 cache with other data before each call")
-    add("--input-sets", type=int, default=0, help="0: as many as outlast the L2 cache")
     add("--limit", type=float, default=LIMITS["first call"], help="seconds for a first call")
     add("--recover", type=Path, metavar="FILE", help="put on record a run that was cut off")
-    add("--warm", type=int, metavar="JOBS", help="only compile, in so many processes at once")
-    options = parser.parse_args(joined(sys.argv[1:] if arguments is None else arguments))
+    options = parser.parse_args(arguments)
     known = SETS[options.family]
     if unknown := sorted(set(options.set) - set(known)):
         parser.error(f"no set {unknown} in {options.family}; {sorted(known)}")
@@ -97,7 +93,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     try:
         implementations(options.family, options.impl)
         options.own = own_shapes(options.family, asked(options))
-    except ValueError as error:
+        options.against = show.matching(options.against) if options.against else []
+    except (ValueError, OSError) as error:
         parser.error(str(error))
     if options.own and options.set:
         fix = "--direction decode, for one, decodes shapes of your own"
@@ -130,17 +127,13 @@ def select(options: argparse.Namespace) -> list[Any]:
 
 def measure(options: argparse.Namespace, workloads: list[Any]) -> tuple[Run, bool]:
     """The run, and whether it went to the end: Ctrl-C keeps the rows there are."""
-    rounds = 3 if options.quick else 5
-    settings = Options(rounds, cold=options.cold, input_sets=options.input_sets)
     log = options.out / f"{options.family}.log"
     log.unlink(missing_ok=True)
-    progress = Progress()
     if options.own and (said := remark(options.family, workloads)):
-        progress.say(said)
-    with Harness(
-        options.family, options.impl, settings, log,
-        first_call_limit=options.limit, listener=progress.step,
-    ) as harness:  # fmt: skip
+        say(said)
+    settings = Options(rounds=3 if options.quick else 5)
+    names, limit = options.impl, {"first_call_limit": options.limit}
+    with Harness(options.family, names, settings, log, **limit) as harness:
         notes, machine = [], harness.machine
         if machine.kind == "cpu":
             if options.family == "gdn" and not (options.own or options.set or options.only):
@@ -149,20 +142,25 @@ def measure(options: argparse.Namespace, workloads: list[Any]) -> tuple[Run, boo
             if not workloads:
                 raise SystemExit(said)
             notes.append(said)
-            progress.say(said)
+            say(said)
         run = describe_run(options, machine, notes)
-        progress.start(len(workloads), machine)
+        say(f"running {len(workloads)} workloads on {machine.device}")
+        for name, reason in machine.missing.items():
+            say(f"missing: {machine.labels.get(name, name)} ({reason})")
         try:
-            for workload in workloads:
-                progress.row(workload.name, words(workload))
+            for number, workload in enumerate(workloads, 1):
+                say(f"[{number}/{len(workloads)}] {workload.name}  {words(workload)}")
                 rows = (*run.rows, harness.row(workload))
                 run = replace(run, rows=rows, kernels=dict(harness.kernels))
                 _write_record(options, run)
         except KeyboardInterrupt:
-            progress.say(f"stopped after {len(run.rows)} of {len(workloads)} workloads")
-        progress.close()
+            say(f"stopped after {len(run.rows)} of {len(workloads)} workloads")
     run = replace(run, environment_after=records.device_environment(machine.kind))
     return run, len(run.rows) == len(workloads)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def describe_run(options: argparse.Namespace, machine: Machine, notes: list[str]) -> Run:
@@ -170,8 +168,6 @@ def describe_run(options: argparse.Namespace, machine: Machine, notes: list[str]
     if options.head_dim:
         K, V = options.head_dim
         notes.append(f"Head size {K}." if K == V else f"Head sizes K {K}, V {V}.")
-    if options.cold:
-        notes.append("L2 cache filled with other data before each call.")
     return records.begun(
         options.family, machine.kind, records.command_line(), device=machine.device,
         environment=machine.environment, versions=machine.versions, labels=machine.labels,
@@ -201,8 +197,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     # for the worker: OpenMP threads that spin while they wait cost 10x where cores are shared
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if options.warm:
-        return compile_all(options, workloads)
     started = time.monotonic()
     run, complete = measure(options, workloads)
     files = [write_whole(options.out / f"{run.family}.md", tables.page(run))]
@@ -211,8 +205,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(json.dumps(dataclasses.asdict(run)) if options.json else "\n" + tables.page(run))
     took = f"in {time.monotonic() - started:.0f} s."
     lines = [f"Ran {len(run.rows)} workloads on {run.device} {took}", *(f"  {x}" for x in files)]
+    slower = 0
+    if options.against:
+        text, slower = tables.compared(run, options.against, options.threshold)
+        lines.append(text)
     print("\n".join(lines), file=sys.stderr if options.json else sys.stdout)
-    return 0 if complete else 130
+    return slower if complete else 130
 
 
 def _nothing_matches(options: argparse.Namespace) -> str:

@@ -78,7 +78,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     except ValueError as error:
         stop(error)
     given.rules = [replace(rule, initial_state=False) for rule in rules]
-    given.family, given.cold = "gdn", False  # as the benchmark's options say it
+    given.family = "gdn"  # as the benchmark's options say it
     given.with_fla = not (given.without_fla or given.cpu)
     return given
 
@@ -128,7 +128,7 @@ def begun(given: argparse.Namespace, ceilings: Ceilings) -> Run:
     if given.with_fla:
         labels["fla"], versions["fla"] = FLA.label, FLA().version()
     device = records.device_name(kind)
-    machine = Machine(device, kind, environment, versions, labels, {}, (), ceilings)
+    machine = Machine(device, kind, environment, versions, labels, {}, ceilings)
     program = f"torchrun --nproc-per-node {world} scripts/gdn_ranks.py"
     notes = [WITHOUT_GPU] if given.cpu else []
     return replace(describe_run(given, machine, notes), command=records.command_line(program))

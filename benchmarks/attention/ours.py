@@ -7,7 +7,7 @@ for all layers, or for a layer once for forward and backward.
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,14 +26,10 @@ Unary = Callable[[Tensor], Tensor]
 
 
 def low_level(
-    qkv: Sequence[Tensor],
-    do: Tensor | None,
-    forward: Callable[[], Any],
-    backward: Callable[..., Any],
-    public: Callable[..., Tensor],
-    once: Unary = lambda x: x,
-    summed: Unary = lambda x: x,
-) -> Call:
+    qkv: Sequence[Tensor], do: Tensor | None, forward: Callable[[], Any],
+    backward: Callable[..., Any], public: Callable[..., Tensor],
+    once: Unary = lambda x: x, summed: Unary = lambda x: x,
+) -> Call:  # fmt: skip
     """By functions of one direction, and as a model calls `public`; a backward has run its forward.
 
     `once` and `summed` give o, and gradients, the rows that a truth has.
@@ -41,21 +37,20 @@ def low_level(
     if do is None:
         return Call(forward, lambda raw: outputs(once(raw[0])), lambda: lambda: public(*qkv))
     saved = forward()
-    return Call(
-        lambda: backward(*saved),
-        lambda raw: outputs(*map(summed, raw[:3])),
-        lambda: backward_of(public, qkv, do),
-    )
+    collect = lambda raw: outputs(*map(summed, raw[:3]))  # noqa: E731
+    return Call(lambda: backward(*saved), collect, lambda: backward_of(public, qkv, do))
 
 
-class Ours(Implementation):
+class OursDualKV(Implementation):
+    """`deterministic`: gradients that are the same bits each time."""
+
     name, label, distribution = "ours", "ours", "qla-kernels"
-    needs_cuda = False
+    module, needs_cuda, deterministic = "qla_kernels.dualkv", False, False
 
-
-class OursDualKV(Ours):
-    module = "qla_kernels.dualkv"
-    deterministic = False
+    def inapplicable(self, workload: SharedPrompts) -> str | None:
+        wide = workload.head_dim == WIDE and workload.direction == "bwd"
+        always = "gradients always are" if wide and self.deterministic else None
+        return always or super().inapplicable(workload)
 
     def prepare(self, workload: SharedPrompts, inputs: Any) -> Call:
         if not isinstance(workload, DecoderLayer):
@@ -65,10 +60,7 @@ class OursDualKV(Ours):
         tables: Any = (layout.nodes,)
         if inputs[0].is_cuda:
             tables = layout.prepare(heads, kv_heads, head_dim=workload.head_dim)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return dualkv.shared_prefix_attention(q, k, v, layout)
-
+        attend = partial(dualkv.shared_prefix_attention, layout=layout)
         if isinstance(workload, DecoderLayer):
             return packed(workload, inputs, Attends(attend))
         q, k, v, do = inputs[:4]
@@ -83,40 +75,26 @@ class OursDualKV(Ours):
         return replace(call, eager=None) if self.deterministic else call  # no public function does
 
 
-class OursDualKVRepeatable(OursDualKV):
-    """Gradients that are the same bits each time."""
-
-    name, label = "ours_deterministic", "ours, deterministic"
-    deterministic = True
-    lacks: ClassVar = {"layer": ATTENTION_ALONE, "fwd": "results always are"}
-
-    def inapplicable(self, workload: SharedPrompts) -> str | None:
-        if workload.head_dim == WIDE and workload.direction == "bwd":
-            return "gradients always are"
-        return super().inapplicable(workload)
-
-
-class OursSparse(Ours):
-    module = "qla_kernels.sparse_ring"
+class OursSparse(Implementation):
+    name, label, distribution = "ours", "ours", "qla-kernels"
+    module, needs_cuda = "qla_kernels.sparse_ring", False
 
     def prepare(self, workload: VerticalSlash, inputs: AttentionInputs) -> Call:
         q, k, _ = qkv = [x[None] for x in inputs[:3]]
         _require(sparse_ring.refusal(*qkv))
-        settings = (workload.tokens, workload.head_dim**-0.5)
+        settings, ops = (workload.tokens, workload.head_dim**-0.5), sparse_ring.ops
         if workload.direction == "index":
             budget = sparse_ring.VerticalSlash()
-            return Call(
-                lambda: sparse_ring.ops.vertical_slash_index(q, k, *settings, *astuple(budget)),
-                lambda raw: _recall(inputs, raw),
-                lambda: lambda: sparse_ring.build_index(q, k, budget),
-            )
+            run = partial(ops.vertical_slash_index, q, k, *settings, *astuple(budget))
+            public = partial(sparse_ring.build_index, q, k, budget)
+            return Call(run, lambda raw: _recall(inputs, raw), lambda: public)
         diagonals, columns = workload.mask()
         given = sparse_ring.FixedVerticalSlash(columns, diagonals)
         index = sparse_ring.build_index(q, k, sparse_ring.Dense() if workload.dense else given)
         lines, do = (*index[:3], *settings), None if inputs.do is None else inputs.do[None]
         return low_level(
-            qkv, do, partial(sparse_ring.ops.vertical_slash_fwd, *qkv, *lines),
-            lambda *saved: sparse_ring.ops.vertical_slash_bwd(*qkv, *lines, *saved, do, None),
+            qkv, do, partial(ops.vertical_slash_fwd, *qkv, *lines),
+            lambda *saved: ops.vertical_slash_bwd(*qkv, *lines, *saved, do, None),
             lambda *qkv: torch.as_tensor(sparse_ring.sparse_attention(*qkv, index=index)),
             once=lambda x: x[0], summed=lambda x: x[0],
         )  # fmt: skip
@@ -136,4 +114,8 @@ def _require(reason: str | None) -> None:
 
 
 def ours(family: str) -> list[Implementation]:
-    return [OursSparse()] if family == "sparse_ring" else [OursDualKV(), OursDualKVRepeatable()]
+    if family == "sparse_ring":
+        return [OursSparse()]
+    lacks = {"layer": ATTENTION_ALONE, "fwd": "results always are"}
+    repeatable = {"name": "ours_deterministic", "label": "ours, deterministic", "lacks": lacks}
+    return [OursDualKV(), OursDualKV(deterministic=True, **repeatable)]

@@ -25,15 +25,13 @@ from .workloads import DecoderLayer, SharedPrompts
 
 FLEX_BLOCK = 128  # rows and columns of FlexAttention's blocks
 LENGTHS = 256  # that a process may compile FlexAttention for; torch gives up after 8
+NO_MASK = "it has no such mask"
 
 
 def by_autograd(
-    qkv: Sequence[Tensor],
-    do: Tensor | None,
-    attend: Callable[..., Tensor],
-    once: Unary,
+    qkv: Sequence[Tensor], do: Tensor | None, attend: Callable[..., Tensor], once: Unary,
     summed: Unary,
-) -> Call:
+) -> Call:  # fmt: skip
     """A public function, or its backward; `once` and `summed` are those of `low_level`."""
     if do is None:
         return Call.public(lambda: attend(*qkv), lambda raw: outputs(once(raw.detach())))
@@ -42,9 +40,8 @@ def by_autograd(
 
 def _unmasked(workload: AttentionWorkload) -> bool:
     """Causal attention of whole sequences is all that it takes."""
-    if workload.direction == "index":
-        return False
-    return isinstance(workload, SharedPrompts) or workload.dense
+    dense = isinstance(workload, SharedPrompts) or workload.dense
+    return dense and workload.direction != "index"
 
 
 class FlashAttention4(Implementation):
@@ -54,13 +51,12 @@ class FlashAttention4(Implementation):
     module, distribution = "flash_attn.cute.interface", "flash-attn-4"
 
     def inapplicable(self, workload: AttentionWorkload) -> str | None:
-        return None if _unmasked(workload) else "it has no such mask"
+        return None if _unmasked(workload) else NO_MASK
 
     def prepare(self, workload: AttentionWorkload, inputs: Any) -> Call:
         ops = importlib.import_module(self.module)
         full = replicas(workload, inputs[0].device)
-        spans = _spans(full.lengths, full.lengths, inputs[0].device)
-        options = {"causal": True, "softmax_scale": workload.head_dim**-0.5, **spans}
+        options = _options(workload, True, full.lengths, full.lengths, inputs[0].device)
         attend = partial(ops.flash_attn_varlen_func, return_lse=True, **options)
 
         def public(*qkv: Tensor) -> Tensor:
@@ -77,14 +73,16 @@ class FlashAttention4(Implementation):
         return low_level(qkv, do, partial(attend, *qkv), backward, public, full.once, full.summed)
 
 
-def _spans(lengths: Sequence[int], of_keys: Sequence[int], device: torch.device) -> dict[str, Any]:
-    """Sequences of queries, and those of the keys that they see."""
-    cu_q, cu_k = (
-        torch.tensor([0, *x]).cumsum(0).to(device, torch.int32) for x in (lengths, of_keys)
-    )
+def _options(
+    workload: AttentionWorkload, causal: bool, lengths: Sequence[int], of_keys: Sequence[int],
+    device: torch.device,
+) -> dict[str, Any]:  # fmt: skip
+    """Of sequences of queries, and those of the keys that they see."""
+    both = (lengths, of_keys)
+    cu_q, cu_k = (torch.tensor([0, *x]).cumsum(0).to(device, torch.int32) for x in both)
     return {
-        "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k,
-        "max_seqlen_q": max(lengths), "max_seqlen_k": max(of_keys),
+        "causal": causal, "softmax_scale": workload.head_dim**-0.5, "cu_seqlens_q": cu_q,
+        "cu_seqlens_k": cu_k, "max_seqlen_q": max(lengths), "max_seqlen_k": max(of_keys),
     }  # fmt: skip
 
 
@@ -97,11 +95,11 @@ class FlashAttention4Shared(Implementation):
 
     name, label = "fa4_shared", "flash-attn-4, 3 calls"
     module, distribution = "flash_attn.cute.interface", "flash-attn-4"
-    merges = True  # in the time
+    merges = True  # in the time; else the calls are timed alone, which nobody can use as they are
 
     def inapplicable(self, workload: AttentionWorkload) -> str | None:
         if not isinstance(workload, SharedPrompts):
-            return "it has no such mask"
+            return NO_MASK
         if isinstance(workload, DecoderLayer):
             return ATTENTION_ALONE
         return None if any(r for _, r in workload.groups) else "nothing is shared"
@@ -118,14 +116,12 @@ class FlashAttention4Shared(Implementation):
         p, r = ([x[at] for x in inputs[:3]] for at in (in_prompt, in_response))
         of_prompt, of_response = list(map(len, prompts)), list(map(len, responses))
         of_group = [sum(lengths) for _, lengths in workload.groups]  # all queries of one prompt
-        calls = []
-        for qkv, lengths, causal in (
-            (p, (of_prompt, of_prompt), True),
-            ([r[0], *p[1:]], (of_group, of_prompt), False),
-            (r, (of_response, of_response), True),
-        ):
-            options = {"causal": causal, "softmax_scale": workload.head_dim**-0.5}
-            calls.append((qkv, {**options, **_spans(*lengths, device)}))
+        options = partial(_options, workload, device=device)
+        calls = [
+            (p, options(True, of_prompt, of_prompt)),
+            ([r[0], *p[1:]], options(False, of_group, of_prompt)),
+            (r, options(True, of_response, of_response)),
+        ]
         merged = torch.compile(merge, fullgraph=True) if inputs.q.is_cuda else merge
 
         def forward() -> Any:
@@ -161,28 +157,11 @@ class FlashAttention4Shared(Implementation):
 
         return self._call(backward, added, lambda raw: packed(*raw))
 
-    def _call(
-        self,
-        parts: Callable[[], Any],
-        together: Callable[[Any], Any],
-        collect: Callable[[Any], Outputs],
-    ) -> Call:
+    def _call(self, parts: Callable[[], Any], together: Any, collect: Any) -> Call:
         """No public function does this: an eager call is the same calls without a graph."""
-
-        def run() -> Any:
-            return together(parts())
-
         if self.merges:
-            return Call.public(run, collect)
+            return Call.public(lambda: together(parts()), collect)
         return Call(parts, lambda raw: collect(together(raw)))
-
-
-class FlashAttention4Calls(FlashAttention4Shared):
-    """The calls alone, which nobody can use as they are: what comes together does so untimed."""
-
-    name, label = "fa4_calls", "flash-attn-4, 3 calls, not merged"
-    merges = False
-    on_request = True
 
 
 def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -200,15 +179,14 @@ class CudnnAttention(Implementation):
     would take the padding as well.
     """
 
-    name, label = "cudnn", "cuDNN"
-    module, distribution = "torch", "torch"
+    name, label, module, distribution = "cudnn", "cuDNN", "torch", "torch"
 
     def version(self) -> str:
         return str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
 
     def inapplicable(self, workload: AttentionWorkload) -> str | None:
         if not _unmasked(workload):
-            return "it has no such mask"
+            return NO_MASK
         lengths = {len(prompt) + len(response) for prompt, response in workload.sequences()}
         packed = isinstance(workload, DecoderLayer) and len(lengths) > 1
         return "it has no packed sequences" if packed else None
@@ -243,7 +221,6 @@ class FlexAttention(Implementation):
 
     name, label = "flex", "FlexAttention"
     module, distribution = "torch.nn.attention.flex_attention", "torch"
-    by_length = True
     compiled = True
     lacks: ClassVar = {"layer": ATTENTION_ALONE, "index": "it is given its lines"}
 
@@ -256,9 +233,9 @@ class FlexAttention(Implementation):
             dynamo_config.recompile_limit = LENGTHS
             attend = torch.compile(attend, fullgraph=True, dynamic=False)
         mask = block_mask(flex, inputs.visible, workload.tokens, inputs.q.device)
+        qkv = [_heads_first(x) for x in inputs[:3]]
         do = None if inputs.do is None else _heads_first(inputs.do)
         call = partial(attend, block_mask=mask, enable_gqa=True)
-        qkv = [_heads_first(x) for x in inputs[:3]]
         return by_autograd(qkv, do, call, _tokens_first, _tokens_first)
 
 
@@ -282,12 +259,9 @@ def block_mask(flex: Any, visible: Visible, tokens: int, device: torch.device) -
     pairs = torch.stack(strips)[None, None]  # [1, 1, blocks, blocks]
     full = pairs == FLEX_BLOCK**2
     return flex.BlockMask.from_kv_blocks(
-        *_listed((pairs > 0) & ~full),
-        *_listed(full),
-        BLOCK_SIZE=FLEX_BLOCK,
-        mask_mod=lambda batch, head, query, key: visible(query, key),
-        seq_lengths=(tokens, tokens),
-    )
+        *_listed((pairs > 0) & ~full), *_listed(full), BLOCK_SIZE=FLEX_BLOCK,
+        mask_mod=lambda batch, head, query, key: visible(query, key), seq_lengths=(tokens, tokens),
+    )  # fmt: skip
 
 
 def _listed(active: Tensor) -> tuple[Tensor, Tensor]:
@@ -297,5 +271,7 @@ def _listed(active: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def known(family: str) -> list[Implementation]:
-    shared = [FlashAttention4Shared(), FlashAttention4Calls()] if family == "dualkv" else []
+    calls = {"name": "fa4_calls", "label": "flash-attn-4, 3 calls, not merged"}
+    apart = FlashAttention4Shared(merges=False, on_request=True, **calls)
+    shared = [FlashAttention4Shared(), apart] if family == "dualkv" else []
     return [*ours(family), FlashAttention4(), *shared, CudnnAttention(), FlexAttention()]

@@ -5,6 +5,7 @@ The floor of a row is a copy of the same bytes, so ours beside it is the share o
 
 import importlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -98,39 +99,48 @@ def outputs(*tensors: Tensor) -> Outputs:
     }
 
 
-class OursConv(Implementation):
+def causal_conv1d(inputs: ConvInputs) -> Any:
+    function = importlib.import_module("causal_conv1d").causal_conv1d_fn
+    lengths = inputs.bounds.diff().long()
+    owner = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+    return partial(function, seq_idx=owner.int()[None], activation="silu")
+
+
+def in_torch(inputs: ConvInputs) -> Any:
+    """torch's depthwise convolution, then its silu: for one sequence."""
+    T, reach = len(inputs.x), inputs.weight.shape[1] - 1
+    return lambda x, w, b: silu(conv1d(x, w[:, None], b, padding=reach, groups=len(w))[..., :T])
+
+
+def ours(workload: Convolution, inputs: ConvInputs) -> Call:
     """The operator under the public function, on tables that a model makes once for all layers."""
-
-    name, label, distribution = "ours", "ours", "qla-kernels"
-    module, needs_cuda = "qla_kernels.conv", False
-
-    def prepare(self, workload: Convolution, inputs: ConvInputs) -> Call:
-        x, weight, bias, dy, bounds = inputs
-        tables = [bounds]
-        if workload.shares:
-            layout = SharedLayout.from_lengths(workload.groups, device=x.device)
-            tables = conv_tables.prepare(layout, workload.width)
-        call = x[None], weight, bias, tables, True
-        if dy is None:
-            return Call(lambda: ops.conv_fwd(*call), lambda raw: outputs(raw[0]))
-        return Call(
-            lambda: ops.conv_bwd(dy[None], *call),
-            lambda raw: outputs(raw[0][0], *raw[1:]),
-        )
+    x, weight, bias, dy, bounds = inputs
+    tables = [bounds]
+    if workload.shares:
+        layout = SharedLayout.from_lengths(workload.groups, device=x.device)
+        tables = conv_tables.prepare(layout, workload.width)
+    call = x[None], weight, bias, tables, True
+    if dy is None:
+        return Call(lambda: ops.conv_fwd(*call), lambda raw: outputs(raw[0]))
+    return Call(lambda: ops.conv_bwd(dy[None], *call), lambda raw: outputs(raw[0][0], *raw[1:]))
 
 
-class _Recorded(Implementation):
-    """A library's function, its backward through autograd. Neither can share prompts."""
+class Library(Implementation):
+    """A function y [1, channels, T] of x [1, channels, T], weight and bias; backward by autograd.
+
+    `of` returns it for some inputs. None can share prompts.
+    """
+
+    packs = True
+    of = staticmethod(causal_conv1d)
 
     def inapplicable(self, workload: Convolution) -> str | None:
+        if len(workload.groups) > 1 and not self.packs:
+            return "it has no packed sequences"
         return "it has no shared prompts" if workload.shares else None
 
-    def convolution(self, inputs: ConvInputs) -> Any:
-        """The call: y [1, channels, T] of x [1, channels, T], weight and bias."""
-        raise NotImplementedError
-
     def prepare(self, workload: Convolution, inputs: ConvInputs) -> Call:
-        convolve, dy = self.convolution(inputs), inputs.dy
+        convolve, dy = self.of(inputs), inputs.dy
 
         def rows(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
             return torch.as_tensor(convolve(x.T[None], weight, bias))
@@ -140,38 +150,12 @@ class _Recorded(Implementation):
         return Call(backward_of(rows, inputs[:3], dy.T[None]), lambda raw: outputs(*raw))
 
 
-class CausalConv1d(_Recorded):
-    name, label = "causal_conv1d", "causal-conv1d"
-    module, distribution = "causal_conv1d", "causal-conv1d"
-
-    def convolution(self, inputs: ConvInputs) -> Any:
-        function = importlib.import_module(self.module).causal_conv1d_fn
-        lengths = inputs.bounds.diff().long()
-        owner = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
-        seq_idx = owner.int()[None]
-        return lambda x, w, b: function(x, w, b, seq_idx=seq_idx, activation="silu")
-
-
-class TorchConv1d(_Recorded):
-    """torch's depthwise convolution, then its silu: for one sequence."""
-
-    name, label = "torch", "torch conv1d"
-    module, distribution = "torch", "torch"
-    needs_cuda = False
-
-    def inapplicable(self, workload: Convolution) -> str | None:
-        if len(workload.groups) > 1:
-            return "it has no packed sequences"
-        return super().inapplicable(workload)
-
-    def convolution(self, inputs: ConvInputs) -> Any:
-        T, reach = len(inputs.x), inputs.weight.shape[1] - 1
-
-        def convolve(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-            return silu(conv1d(x, w[:, None], b, padding=reach, groups=len(w))[..., :T])
-
-        return convolve
-
-
 def known(family: str) -> list[Implementation]:
-    return [OursConv(), CausalConv1d(), TorchConv1d()]
+    own = {"name": "ours", "label": "ours", "distribution": "qla-kernels", "prepare": ours}
+    theirs = {"label": "causal-conv1d", "distribution": "causal-conv1d"}
+    torchs = {"label": "torch conv1d", "distribution": "torch", "packs": False, "of": in_torch}
+    return [
+        Implementation(module="qla_kernels.conv", needs_cuda=False, **own),
+        Library(name="causal_conv1d", module="causal_conv1d", **theirs),
+        Library(name="torch", module="torch", needs_cuda=False, **torchs),
+    ]

@@ -32,7 +32,6 @@ WAYS = {
     "ours": "new lengths, known to the host",
     "ours_device": "new lengths, known to the device alone",
     "ours_same": "one pack again and again",
-    "ours_by_lengths": "told apart by lengths, not by plans",
 }
 COLUMNS = "way", "host p50", "p95", "most", "ms after ten", "wall us"
 
@@ -93,18 +92,15 @@ def measured(way: str, both: bool, sets: list[list[Pack]], unit: float) -> Resul
     """Of three sets: the first warms, the second is timed call by call, the third by the clock."""
     api.CALLS.forget()
     known.forget()
-    call, usual = partial(run, way, both), known.representative
+    call = partial(run, way, both)
     if way == "ours_same":
         sets = [[sets[0][0]] * len(sets[0])] * 3
-    if way == "ours_by_lengths":
-        known.representative = lambda *of: of[4]
     gc.collect()
     gc.disable()  # a full collection takes a process that has imported torch 40 ms and more
     first, then = host_times(call, sets[0]), sorted(host_times(call, sets[1]))
     third = iter(sets[2])
     wall, _ = _in_a_row(lambda: call(next(third)), len(sets[2]))
     gc.enable()
-    known.representative = usual
     p50, p95, most = (round(then[int(x * (len(then) - 1))] / unit, 1) for x in (0.5, 0.95, 1))
     hiccup = round(max(first[WARM:]) * 1e3, 2)
     _print(way, p50, p95, most, hiccup, round(wall * 1e6))

@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +16,13 @@ from ..harness.adapters import Call, Implementation, Outputs
 from .problem import GdnInputs, gradients
 from .workloads import KERNELS, Gdn, Sequences
 
+Public = Callable[[], Callable[[], Any]]  # makes a call of the public function
+
 
 def through_autograd(
-    function: Callable[..., Any],
-    workload: Gdn,
-    inputs: GdnInputs,
-    training: bool = False,
+    function: Callable[..., Any], workload: Gdn, inputs: GdnInputs, training: bool = False,
     **options: Any,
-) -> Callable[[], Any]:
+) -> Callable[[], Any]:  # fmt: skip
     """A public `chunk_gated_delta_rule` as a model calls it; a backward alone has run forward.
 
     A forward is one in inference, unless it is one of `training`.
@@ -52,13 +51,9 @@ def from_autograd(workload: Gdn) -> Callable[[Any], Outputs]:
 
 
 def low_level(
-    workload: Gdn,
-    forward: Callable[[bool], Any],
-    backward: Callable[[Any], Any],
-    outputs: Callable[[Any], Outputs],
-    public: Callable[[], Callable[[], Any]],
-    training: bool = False,
-) -> Call:
+    workload: Gdn, forward: Callable[[bool], Any], backward: Callable[[Any], Any],
+    outputs: Callable[[Any], Outputs], public: Public, training: bool = False,
+) -> Call:  # fmt: skip
     """`forward(save)` or `backward(saved)` as one call; a backward alone has run forward.
 
     Both together are a training step through autograd, with whatever a library passes on from one
@@ -78,14 +73,9 @@ def low_level(
 
 
 def two_functions(
-    ops: Any,
-    workload: Gdn,
-    inputs: GdnInputs,
-    public: Callable[[], Callable[[], Any]],
-    options: dict[str, Any],
-    training: bool = False,
-    keeps: bool | None = False,
-) -> Call:
+    ops: Any, workload: Gdn, inputs: GdnInputs, public: Public, options: dict[str, Any],
+    training: bool = False, keeps: bool | None = False,
+) -> Call:  # fmt: skip
     """By FlashQLA's functions of one direction, or by ours, which take and return what those do.
 
     `keeps`: a forward that saves keeps its segments, and the backward takes them; None leaves it to
@@ -107,23 +97,25 @@ def two_functions(
             q, k, v, g_cum, beta, A, inputs.do, inputs.dht, scale, h0, cu, **kept, **options
         )
 
-    return low_level(
-        workload, forward, backward, lambda raw: {"o": raw[2], "ht": raw[4]}, public, training
-    )
+    def outputs(raw: Any) -> Outputs:
+        return {"o": raw[2], "ht": raw[4]}
+
+    return low_level(workload, forward, backward, outputs, public, training)
+
+
+def _batch(inputs: GdnInputs, count: int) -> list[Tensor]:
+    """q, k, v, g and beta of `count` equally long sequences, as a server has them."""
+    return [torch.unflatten(x[0], 0, (count, -1)) for x in inputs[:5]]
 
 
 def decoding(module: str, workload: Gdn, inputs: GdnInputs) -> Call:
-    """`module`'s token-by-token function on a batch as a server has it; FLA's signature."""
-    function = importlib.import_module(module).fused_recurrent_gated_delta_rule
-    batch, packed = len(workload.lengths), inputs.v.shape
-    q, k, v, g, beta = (torch.unflatten(x[0], 0, (batch, -1)) for x in inputs[:5])
-
-    def run() -> Any:
-        return function(
-            q, k, v, g, beta=beta, scale=workload.head_dim**-0.5,
-            initial_state=inputs.initial_state, output_final_state=True,
-        )  # fmt: skip
-
+    """`module`'s token-by-token function; FLA's signature."""
+    function, packed = importlib.import_module(module), inputs.v.shape
+    q, k, v, g, beta = _batch(inputs, len(workload.lengths))
+    run = partial(
+        function.fused_recurrent_gated_delta_rule, q, k, v, g, beta=beta,
+        scale=workload.head_dim**-0.5, initial_state=inputs.initial_state, output_final_state=True,
+    )  # fmt: skip
     return Call.public(run, lambda raw: {"o": raw[0].view(packed), "ht": raw[1]})
 
 
@@ -135,7 +127,7 @@ def pool_decoding(workload: Gdn, inputs: GdnInputs) -> Call:
     goes into an anchor.
     """
     batch, packed, h0 = len(workload.lengths), inputs.v.shape, inputs.initial_state
-    q, k, v, g, beta = (torch.unflatten(x[0], 0, (batch, -1)) for x in inputs[:5])
+    q, k, v, g, beta = _batch(inputs, batch)
     sizes = q.shape[2], v.shape[2], q.shape[3], v.shape[3]
     pool, slots = GdnPool(batch, *sizes, q.dtype, q.device), torch.arange(batch, device=q.device)
     if h0 is not None:
@@ -151,15 +143,19 @@ def pool_decoding(workload: Gdn, inputs: GdnInputs) -> Call:
     return Call.public(run, lambda o: {"o": o.view(packed)})
 
 
+def on_host(packed: GdnInputs | Sequences) -> Tensor:
+    """cu_seqlens, as a caller knows them who packed the sequences."""
+    return torch.tensor([0, *packed.lengths]).cumsum(0)
+
+
 class Ours(Implementation):
     """The low-level calls on CUDA tensors, the public functions on CPU tensors."""
 
     name, label, module, distribution = "ours", "ours", "qla_kernels", "qla-kernels"
-    needs_cuda = False
-    training = False
+    needs_cuda = training = False
     keeps: bool | None = None  # segments, from a forward for its backward; None: as by default
-    choices: ClassVar[dict[str, Any]] = {}  # of the low-level functions
-    keywords: ClassVar[dict[str, Any]] = {}  # the same, of the public function
+    choices: dict[str, Any] | None = None  # of the low-level functions
+    keywords: dict[str, Any] | None = None  # the same, of the public function
 
     def prepare(self, workload: Gdn, inputs: GdnInputs) -> Call:
         if workload.kernel:
@@ -171,84 +167,53 @@ class Ours(Implementation):
         return Call(self._public(workload, inputs), from_autograd(workload))
 
     def _public(self, workload: Gdn, inputs: GdnInputs) -> Callable[[], Any]:
-        keeps = {} if self.keeps is None else {"enable_fwd_cp_cache": self.keeps}
+        options: dict[str, Any] = {"cu_seqlens_cpu": on_host(inputs), **(self.keywords or {})}
+        if self.keeps is not None:
+            options["enable_fwd_cp_cache"] = self.keeps
         return through_autograd(
             qla_kernels.chunk_gated_delta_rule, workload, inputs, self.training,
-            cu_seqlens=inputs.cu_seqlens, cu_seqlens_cpu=on_host(inputs), **keeps, **self.keywords,
+            cu_seqlens=inputs.cu_seqlens, **options,
         )  # fmt: skip
 
     def _low_level(self, workload: Gdn, inputs: GdnInputs) -> Call:
         public = partial(self._public, workload, inputs)
-        options = {"cu_seqlens_cpu": on_host(inputs), **self.choices}
+        options = {"cu_seqlens_cpu": on_host(inputs), **(self.choices or {})}
         call = qla_kernels, workload, inputs, public, options, self.training, self.keeps
         return two_functions(*call)
 
     def _kernel(self, workload: Gdn, inputs: GdnInputs) -> Call:
         launch = importlib.import_module("qla_kernels.gdn.launch.forward")  # needs TileLang
-        kernel, k, g = getattr(launch, workload.kernel), inputs.k, inputs.g
-        beta, cu = inputs.beta.float(), inputs.cu_seqlens
-        table = varlen.chunk_table(workload.tokens, cu, batch=1, device=k.device)
-        return Call(
-            lambda: kernel(k, g, beta, cu, table), lambda raw: {"g_cum": raw[0], "A": raw[1]}
-        )
+        cu, beta = inputs.cu_seqlens, inputs.beta.float()
+        table = varlen.chunk_table(workload.tokens, cu, batch=1, device=cu.device)
+        run = partial(getattr(launch, workload.kernel), inputs.k, inputs.g, beta, cu, table)
+        return Call(run, lambda raw: {"g_cum": raw[0], "A": raw[1]})
 
 
-class OursTraining(Ours):
-    """The forward that also writes gamma and A for its backward; peers always write them."""
-
-    name, label, training = "ours_train", "ours, training", True
-    needs_cuda = True
-    lacks = dict.fromkeys((*KERNELS, "bwd", "both", "decode"), "the same as ours")
-
-
-class OursWhole(Ours):
-    """Sequences are not cut into segments, however few there are."""
-
-    name, label, on_request = "ours_whole", "ours, uncut", True
-    needs_cuda = True
-    choices: ClassVar[dict[str, Any]] = {"auto_cp": False}
-    keywords: ClassVar[dict[str, Any]] = {"batch_invariant": True}
-    lacks = dict.fromkeys((*KERNELS, "both", "decode"), "nothing would be cut")
-
-
-class OursExact(OursWhole):
-    """Segments whose states are folded, not recomputed from where they are forgotten."""
-
-    name, label = "ours_exact", "ours, exact"
-    choices: ClassVar[dict[str, Any]] = {"exact": True}
-    keywords: ClassVar[dict[str, Any]] = {"exact": True}
-
-
-class OursKept(OursWhole):
-    """The backward takes its segments from the forward, which keeps them."""
-
-    name, label, keeps = "ours_kept", "ours, segments kept", True
-    choices: ClassVar[dict[str, Any]] = {}
-    keywords: ClassVar[dict[str, Any]] = {}
-    lacks = dict.fromkeys((*KERNELS, "fwd", "both", "decode"), "a forward has none to take")
-
-
-class OursAlone(OursKept):
-    """The backward makes its segments itself."""
-
-    name, label, keeps = "ours_alone", "ours, nothing kept", False
-
-
-class OursPool(Ours):
-    """Decoding with the chunked form's bits."""
-
-    name, label, on_request = "ours_pool", "ours, pool", True
-    leaves_out: ClassVar = ("ht",)  # a pool returns no states
-    lacks = dict.fromkeys((*KERNELS, "fwd", "bwd", "both"), "only decodes")
-
-    def prepare(self, workload: Gdn, inputs: GdnInputs) -> Call:
-        return pool_decoding(workload, inputs)
-
-
-def on_host(packed: GdnInputs | Sequences) -> Tensor:
-    """cu_seqlens, as a caller knows them who packed the sequences."""
-    return torch.tensor([0, *packed.lengths]).cumsum(0)
+def only(why: str, *kinds: str) -> dict[str, str]:
+    """The `lacks` of what has a call for these kinds of rows alone."""
+    every = (*KERNELS, "fwd", "bwd", "both", "decode")
+    return {kind: why for kind in every if kind not in kinds}
 
 
 def ours() -> list[Implementation]:
-    return [Ours(), OursTraining(), OursWhole(), OursExact(), OursKept(), OursAlone(), OursPool()]
+    """Ours, as it trains (peers always write gamma and A), and with a choice undone."""
+
+    def undone(name: str, label: str, lacks: dict[str, str], **choice: Any) -> Implementation:
+        more = {"needs_cuda": True, "on_request": True, "lacks": lacks, **choice}
+        return Ours(name=f"ours_{name}", label=f"ours, {label}", **more)
+
+    train = undone("train", "training", only("the same as ours", "fwd"), training=True)
+    train.on_request = False
+    uncut = only("nothing would be cut", "fwd", "bwd")
+    exact, kept = {"exact": True}, only("a forward has none to take", "bwd")
+    whole = {"choices": {"auto_cp": False}, "keywords": {"batch_invariant": True}}
+    return [
+        Ours(), train,
+        undone("whole", "uncut", uncut, **whole),
+        undone("exact", "exact", uncut, choices=exact, keywords=exact),
+        undone("kept", "segments kept", kept, keeps=True),
+        undone("alone", "nothing kept", kept, keeps=False),
+        # with the chunked form's bits; a pool returns no states
+        undone("pool", "pool", only("only decodes", "decode"), needs_cuda=False,
+               leaves_out=("ht",), prepare=pool_decoding),
+    ]  # fmt: skip

@@ -181,9 +181,8 @@ def attempted(library: str, step: Callable[[], Any]) -> tuple[Any, Result]:
 
 def judged(library: str, errors: dict[str, float]) -> Result:
     """Returns a result that is right, or wrong; NaN is."""
-    rounded = {name: float(f"{x:.3g}") if x < float("inf") else None for name, x in errors.items()}
     wrong = [f"{name} is off by {x:.1e}" for name, x in errors.items() if not x < TOLERANCE]
-    return Result(library, WRONG if wrong else OK, ", ".join(wrong), errors=rounded)
+    return Result(library, WRONG if wrong else OK, ", ".join(wrong), errors=records.rounded(errors))
 
 
 def measured(rule: Gdn, with_fla: bool, device: torch.device, ceilings: Ceilings) -> list[Row]:

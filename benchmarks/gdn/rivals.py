@@ -10,45 +10,45 @@ from torch import Tensor
 
 from ..harness.adapters import Call, Implementation, Outputs
 from ..harness.timing import one_thread
-from .ours import decoding, low_level, ours, through_autograd, two_functions
+from .ours import decoding, low_level, only, ours, through_autograd, two_functions
 from .problem import GdnInputs
 from .workloads import KERNELS, Gdn
 
 NO_KERNEL = dict.fromkeys(KERNELS, "it has no kernel that does only this")
 
 
-def other_size(workload: Gdn) -> str | None:
-    sizes = workload.head_dim, workload.V
-    return None if sizes == (128, 128) else "it has head size 128 only"
-
-
-class FlashQLA(Implementation):
-    name, label = "flash_qla", "FlashQLA"
-    module, distribution = "flash_qla", "flash-qla"
-
-    lacks: ClassVar = {"decode": "it has no token-by-token form"}
+class Of128(Implementation):
+    """A library with one head size."""
 
     def inapplicable(self, workload: Gdn) -> str | None:
-        return super().inapplicable(workload) or other_size(workload)
+        if reason := super().inapplicable(workload):
+            return reason
+        one = (workload.head_dim, workload.V) == (128, 128)
+        return None if one else "it has head size 128 only"
+
+
+class FlashQLA(Of128):
+    name, label, module, distribution = "flash_qla", "FlashQLA", "flash_qla", "flash-qla"
+    lacks: ClassVar = {"decode": "it has no token-by-token form"}
 
     def prepare(self, workload: Gdn, inputs: GdnInputs) -> Call:
         if workload.kernel:
             return self._kkt_solve(inputs)
         ops = importlib.import_module(self.module)
-        bounds: dict[str, Any] = {"cu_seqlens": inputs.cu_seqlens}
-        function = ops.chunk_gated_delta_rule
-        public = partial(through_autograd, function, workload, inputs, **bounds)
+        call = ops.chunk_gated_delta_rule, workload, inputs
+        public = partial(through_autograd, *call, cu_seqlens=inputs.cu_seqlens)
         # its public function keeps segments for the backward unless told not to
         return two_functions(ops, workload, inputs, public, {"auto_cp": True}, keeps=True)
 
     def _kkt_solve(self, inputs: GdnInputs) -> Call:
         """Its inverse has no gates in it; times e^(gamma_i - gamma_j) it is ours."""
         ops = importlib.import_module("flash_qla.ops.gated_delta_rule.chunk")
-        k, g, beta, cu = inputs.k, inputs.g, inputs.beta, inputs.cu_seqlens
+        k, g, beta = inputs.k, inputs.g, inputs.beta
+        options = {"cu_seqlens": inputs.cu_seqlens, "chunk_size": 64}
 
         def run() -> tuple[Tensor, Tensor]:
-            gamma = ops.chunk_local_cumsum(g=g, cu_seqlens=cu, chunk_size=64)
-            return gamma, ops.kkt_solve(k=k, b=beta, cu_seqlens=cu, chunk_size=64)
+            gamma = ops.chunk_local_cumsum(g=g, **options)
+            return gamma, ops.kkt_solve(k=k, b=beta, **options)
 
         def collect(raw: tuple[Tensor, Tensor]) -> Outputs:
             return {"g_cum": raw[0], "A": apply_gates(raw[0], raw[1], inputs.lengths)}
@@ -77,8 +77,7 @@ class FLA(Implementation):
     """
 
     name, label = "fla", "FLA"
-    module, distribution = "fla.ops.gated_delta_rule", "fla-core"
-    lacks = NO_KERNEL
+    module, distribution, lacks = "fla.ops.gated_delta_rule", "fla-core", NO_KERNEL
     _tables: tuple[Tensor, dict[str, Tensor]] | None = None
 
     def _packing(self, cu_seqlens: Tensor) -> dict[str, Tensor]:
@@ -88,8 +87,7 @@ class FLA(Implementation):
         would have it build them anew, inside the graph.
         """
         if self._tables is None or self._tables[0] is not cu_seqlens:
-            index = importlib.import_module("fla.ops.utils.index")
-            cu = cu_seqlens.long()
+            index, cu = importlib.import_module("fla.ops.utils.index"), cu_seqlens.long()
             packing = {"cu_seqlens": cu, "chunk_indices": index.prepare_chunk_indices(cu, 64)}
             self._tables = cu_seqlens, packing
         return self._tables[1]
@@ -102,53 +100,41 @@ class FLA(Implementation):
         q, k, v, g, beta, h0, cu, *_ = inputs
         options = {"scale": workload.head_dim**-0.5, **self._packing(cu)}
         public = partial(through_autograd, ops.chunk_gated_delta_rule, workload, inputs, **options)
+        call = {"q": q, "k": k, "v": v, "beta": beta, "initial_state": h0, **options}
 
         def forward(save: bool) -> Any:  # it always saves
-            return ops.chunk_gated_delta_rule_fwd(
-                q=q, k=k, v=v, g=g, beta=beta,
-                initial_state=h0, output_final_state=True, **options,
-            )  # fmt: skip
+            return ops.chunk_gated_delta_rule_fwd(g=g, output_final_state=True, **call)
 
         def backward(saved: Any) -> Any:
             gamma, _, A = saved[:3]
-            return ops.chunk_gated_delta_rule_bwd(
-                q=q, k=k, v=v, g=gamma, beta=beta, A=A,
-                initial_state=h0, do=inputs.do, dht=inputs.dht, **options,
-            )  # fmt: skip
+            upstream = {"do": inputs.do, "dht": inputs.dht}
+            return ops.chunk_gated_delta_rule_bwd(g=gamma, A=A, **upstream, **call)
 
-        return low_level(
-            workload, forward, backward, lambda raw: {"o": raw[1], "ht": raw[3]}, public
-        )
+        def outputs(raw: Any) -> Outputs:
+            return {"o": raw[1], "ht": raw[3]}
+
+        return low_level(workload, forward, backward, outputs, public)
 
 
-class FlashInfer(Implementation):
+class FlashInfer(Of128):
     """Takes e^g, beta in fp32 and states [N, HV, V, K]; cuts long sequences where it sees fit."""
 
     name, label = "flashinfer", "FlashInfer"
     module, distribution = "flashinfer.gdn_prefill", "flashinfer-python"
-
     lacks: ClassVar = {
         **NO_KERNEL, **dict.fromkeys(("bwd", "both"), "it has no backward"),
         "decode": "only its prefill is measured here",
     }  # fmt: skip
 
-    def inapplicable(self, workload: Gdn) -> str | None:
-        return super().inapplicable(workload) or other_size(workload)
-
     def prepare(self, workload: Gdn, inputs: GdnInputs) -> Call:
-        ops = importlib.import_module(self.module)
+        ops, h0 = importlib.import_module(self.module), inputs.initial_state
         q, k, v = (x[0].contiguous() for x in (inputs.q, inputs.k, inputs.v))
-        decay, beta = inputs.g[0].exp(), inputs.beta[0].float()
-        h0 = inputs.initial_state
-        state = None if h0 is None else h0.mT.contiguous()
-
-        def run() -> Any:
-            return ops.chunk_gated_delta_rule(
-                q, k, v, decay, beta,
-                scale=workload.head_dim**-0.5, initial_state=state, output_final_state=True,
-                cu_seqlens=inputs.cu_seqlens, use_cp="auto", max_seqlen=max(inputs.lengths),
-            )  # fmt: skip
-
+        run = partial(
+            ops.chunk_gated_delta_rule, q, k, v, inputs.g[0].exp(), inputs.beta[0].float(),
+            scale=workload.head_dim**-0.5, initial_state=None if h0 is None else h0.mT.contiguous(),
+            output_final_state=True, cu_seqlens=inputs.cu_seqlens, use_cp="auto",
+            max_seqlen=max(inputs.lengths),
+        )  # fmt: skip
         return Call.public(run, lambda raw: {"o": raw[0][None], "ht": raw[1].mT})
 
 
@@ -156,8 +142,7 @@ class Definition(Implementation):
     """The token loop: what the operation means. Timed where there is no GPU to compare on."""
 
     name, label, module, distribution = "definition", "token loop", "reference", ""
-    needs_cuda = False
-    lacks = dict.fromkeys((*KERNELS, "bwd", "both"), "forward only")
+    needs_cuda, lacks = False, only("forward only", "fwd", "decode")
 
     def version(self) -> str:
         return "reference"
@@ -166,11 +151,7 @@ class Definition(Implementation):
         from reference import gdn
 
         q, k, v, g, beta, h0, cu, *_ = inputs
-
-        def run() -> Any:
-            with one_thread():
-                return gdn.recurrent(q, k, v, g, beta, initial_state=h0, cu_seqlens=cu)
-
+        run = one_thread()(partial(gdn.recurrent, q, k, v, g, beta, None, h0, cu))
         return Call(run, lambda raw: {"o": raw[0], "ht": raw[1]})
 
 

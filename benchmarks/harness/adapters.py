@@ -54,10 +54,13 @@ class Implementation:
     module: str  # imported to see whether it is there
     needs_cuda = True
     on_request = False  # left out unless it is named
-    by_length = False  # it compiles for every workload anew, and keeps what it compiled on disk
     leaves_out: ClassVar[tuple[str, ...]] = ()  # results that it does not return
     rounds: ClassVar[tuple[str, ...]] = ()  # fp32 results that it computes with 16-bit numbers
     lacks: ClassVar[dict[str, str]] = {}  # by kind of workload: why it has no call for it
+
+    def __init__(self, **fields: Any) -> None:
+        """`fields` replace those of the class, methods included: variants are rows of a table."""
+        vars(self).update(fields)
 
     @property
     def serves(self) -> tuple[str, ...]:

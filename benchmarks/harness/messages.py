@@ -9,9 +9,6 @@ class Options(NamedTuple):
     rounds: int = 5
     burst_s: float = 0.02
     idle_s: float = 0.06  # between bursts, so that the chip stays cool
-    cold: bool = False
-    input_sets: int = 0  # 0: as many as outlast the L2 cache
-    compile_only: bool = False  # a first call, neither checked nor timed
 
 
 class Machine(NamedTuple):
@@ -21,7 +18,6 @@ class Machine(NamedTuple):
     versions: dict[str, str]
     labels: dict[str, str]
     missing: dict[str, str]
-    by_length: tuple[str, ...]  # implementations that compile for every workload anew
     ceilings: Ceilings
 
 

@@ -1,18 +1,10 @@
-"""Workloads of shapes that are given on the command line, for every family; sm90's help has them.
-
-Sizes that no kernel has are refused, with a GPU and without.
-"""
+"""Workloads of shapes on the command line, for every family; sm90's help has them."""
 
 import argparse
-import importlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
-
-import torch
-
-from qla_kernels.runtime.sm90 import CAPABILITY
 
 from ..attention.workloads import Group, SharedPrompts, VerticalSlash, same
 from ..conv.workloads import GROUP, Convolution
@@ -60,8 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Those that `asked` reads."""
     add = parser.add_argument
     add("--heads", metavar="FEW/MANY,...", type=names, default=[], help="of your own shapes")
-    said = "LENGTHxCOUNT of your own shapes: 4096x2 is two sequences of 4096 tokens, 1x48 is 48 "
-    said += "sequences of one token; see above"
+    said = "LENGTHxCOUNT of your own shapes: 4096x2 is two sequences of 4096 tokens; see above"
     add("--lengths", metavar="LENGTHS,...", type=names, default=[], help=said)
     said = "of your own shapes (default: 128); of gdn also K/V, such as 96/192"
     add("--head-dim", type=sizes, metavar="SIZE", help=said)
@@ -80,17 +71,6 @@ def names(text: str) -> list[str]:
     return [part for part in text.split(",") if part]
 
 
-def joined(arguments: Sequence[str]) -> list[str]:
-    """`--lengths -5x2` in one piece: argparse takes -5x2 for an option, and misses an argument."""
-    found: list[str] = []
-    for text in arguments:
-        if found and re.match(r"-\d", text) and re.fullmatch(r"--[a-z-]+", found[-1]):
-            found[-1] += f"={text}"
-        else:
-            found.append(text)
-    return found
-
-
 def asked(options: argparse.Namespace) -> Asked:
     return Asked._make(getattr(options, name) for name in Asked._fields)
 
@@ -101,37 +81,25 @@ def own_shapes(family: str, asked: Asked) -> list[Any]:
     Raises ValueError if a family has no such shape; the text says what it has.
     """
     K, V = asked.head_dim or (1, 1)
-    size = f"--head-dim {K}/{V}"
+    size, masked = f"--head-dim {K}/{V}", (asked.density, asked.run) != (None, None)
+    whose = {"hybrid": "a block of hybrid has", "model": "layers of model have"}.get(family)
+    need = f"need --lengths alone: {whose} the sizes of models"
+    fix = f"gdn, conv and dualkv time parts with other heads, {OWN_MODEL}"
     for wrong, said in (
         (not asked.lengths, "a shape without --lengths; need them, such as --lengths 4096x2"),
-        (
-            family != "sparse_ring" and (asked.density, asked.run) != (None, None),
-            f"--density and --run of {family}; need sparse_ring, which has masks",
-        ),
+        (family != "sparse_ring" and masked, f"--density and --run of {family}; need sparse_ring"),
         (family != "gdn" and asked.gates, f"--gates of {family}; need gdn, which has some"),
         (min(K, V) < 1, f"{size}; need sizes of at least 1"),
         (family != "gdn" and K != V, f"{size} of {family}; need one size: gdn alone has K and V"),
+        (
+            whose and (asked.heads or asked.head_dim),
+            f"--heads and --head-dim of {family}; {need}; {fix}",
+        ),
     ):
         if asked.given and wrong:
             raise ValueError(said)
-    if asked.head_dim and (reason := refused_size(family, K, V)):
-        raise ValueError(reason)
     pairs = ((heads, text) for heads in asked.heads or [""] for text in asked.lengths)
     return [w for heads, text in pairs for w in FAMILIES[family](heads, text, asked)]
-
-
-def refused_size(family: str, K: int, V: int) -> str | None:
-    """Why the package has no kernel for heads of these sizes, in its own words."""
-    if family not in ("gdn", "dualkv", "sparse_ring"):
-        return None
-    validate = importlib.import_module(f"qla_kernels.{family}.validate")
-    shape = () if family == "dualkv" else (1,)  # of a batch; then tokens of two blocks, and heads
-    q, v = (
-        torch.empty(*shape, 2 * BLOCK, 1, x, dtype=torch.bfloat16, device="meta") for x in (K, V)
-    )
-    op = f"--head-dim {K if K == V else f'{K}/{V}'}"
-    reason: str | None = validate.refusal(q, q, v, capability=CAPABILITY, op=op)
-    return reason
 
 
 def sizes(text: str) -> tuple[int, int]:
@@ -156,10 +124,10 @@ def _gdn(heads: str, text: str, asked: Asked) -> Iterator[Gdn | PoolDecode | Poo
             need = f"at most {FEW}, one after the other, such as 2x{len(lengths)}"
             got += f": {lengths[0]} tokens of each sequence"
             raise ValueError(f"{got}; need {need}; fwd and pool_prefill read prompts")
-        if direction == "decode":
-            yield replace(rule, decode=True)
-        elif direction in BATCHES:
+        if direction in BATCHES[1:]:
             yield _in_a_pool(direction, rule, asked)
+        elif direction == "decode":
+            yield replace(rule, decode=True)
         else:
             yield replace(rule, direction=direction)
 
@@ -210,18 +178,11 @@ def _sparse_ring(heads: str, text: str, asked: Asked) -> Iterator[VerticalSlash]
 
 
 def _hybrid(heads: str, text: str, asked: Asked) -> Iterator[HybridPart]:
-    if heads or asked.head_dim:
-        need = "need --lengths alone: a block of hybrid has the sizes of Qwen3-Next"
-        fix = f"gdn, conv and dualkv time its parts with other heads, and {OWN_MODEL}"
-        raise ValueError(f"--heads and --head-dim of hybrid; {need}; {fix}")
     for _ in asked.directions("both"):
         yield HybridPart(_label(text), _groups(text))
 
 
 def _model(heads: str, text: str, asked: Asked) -> Iterator[ModelStep]:
-    if heads or asked.head_dim:
-        need = "need --lengths alone: layers of model have the sizes of their models"
-        raise ValueError(f"--heads and --head-dim of model; {need}; {OWN_MODEL}")
     lengths = _lengths(text, "8192 or 2048x4")
     if len({*lengths}) > 1:
         raise ValueError(f"--lengths {text}; need sequences of equal length, such as 2048x4")
@@ -247,9 +208,8 @@ def heads_of(text: str) -> Heads:
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     few, many = (int(n) for n in match.groups()) if match else (0, 0)
     if not few or many % few or not many:
-        raise ValueError(
-            f"--heads {text}; need FEW/MANY with MANY a multiple of FEW, such as 16/32"
-        )
+        need = "need FEW/MANY with MANY a multiple of FEW, such as 16/32"
+        raise ValueError(f"--heads {text}; {need}")
     return few, many
 
 

@@ -54,18 +54,17 @@ def work_of(workload: Any, element_size: int = 4) -> Work:
     return PARTS[type(workload)][1](workload, element_size)
 
 
-def problem_of(workload: Any, device: torch.device, input_sets: int = 0) -> Problem:
-    """`input_sets` 0 takes as many as outlast the L2 cache; without a GPU there is one."""
+def problem_of(workload: Any, device: torch.device) -> Problem:
+    """Input sets are as many as outlast the L2 cache; without a GPU there is one."""
     make, work, truth, common = PARTS[type(workload)]
     dtype = getattr(torch, workload.dtype) if device.type == "cuda" else torch.float32
     make_set = partial(make, workload, device, dtype)
     first = make_set()
-    if device.type != "cuda":
-        input_sets = 1
-    elif not input_sets:
+    count = 1
+    if device.type == "cuda":
         l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-        input_sets = num_input_sets(num_bytes(first), l2_bytes)
-    sets = [first, *others(first, common, make_set, input_sets - 1)]
+        count = num_input_sets(num_bytes(first), l2_bytes)
+    sets = [first, *others(first, common, make_set, count - 1)]
     return Problem(
         workload, dtype, sets, work(workload, dtype.itemsize), partial(truth, workload, first)
     )

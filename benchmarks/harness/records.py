@@ -7,6 +7,7 @@ another kind (device checks) may stand between and are passed over.
 
 import dataclasses
 import json
+import math
 import os
 import platform
 import re
@@ -71,6 +72,11 @@ class Result:
         if self.status != OK:
             return None
         return self.eager_ms if eager else self.p50_ms
+
+
+def rounded(errors: dict[str, float]) -> dict[str, float | None]:
+    """As a result has them; what is not finite is None."""
+    return {n: float(f"{x:.3g}") if math.isfinite(x) else None for n, x in errors.items()}
 
 
 @dataclass(frozen=True)

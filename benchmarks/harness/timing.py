@@ -85,8 +85,8 @@ class EventTimer(Timer):
 
     calls_per_step = 1
 
-    def __init__(self, steps: Sequence[Run], before_step: Run = lambda: None) -> None:
-        self._steps, self._before_step = steps, before_step
+    def __init__(self, steps: Sequence[Run]) -> None:
+        self._steps = steps
 
     def burst(self, seconds: float) -> list[float]:
         first = self._time(1)[0]  # wakes the clocks, and shows how many fit
@@ -97,7 +97,6 @@ class EventTimer(Timer):
     def _time(self, count: int) -> list[float]:
         events = [(event(), event()) for _ in range(count)]
         for (start, end), step in zip(events, cycle(self._steps), strict=False):
-            self._before_step()
             start.record()
             step()
             end.record()
@@ -110,42 +109,30 @@ def event() -> torch.cuda.Event:
 
 
 class GraphTimer(EventTimer):
-    """One graph of a call per input set; a sample is a replay's time divided by the calls in it.
+    """A graph of a call per input set; a sample is a replay's time divided by the calls in it.
 
-    `cold` takes a graph for each set instead, and fills the L2 cache with other data before each.
     The current stream must not be the default one, which cannot be captured: autograd runs a
     backward on the stream that its forward was on.
     """
 
     graph = True
 
-    def __init__(self, runs: Sequence[Run], cold: bool = False) -> None:
+    def __init__(self, runs: Sequence[Run]) -> None:
         for run in runs:  # allocations and tables that a capture must not see
             run()
         torch.cuda.synchronize()
         self._runs = runs  # a graph reads their tensors, and does not keep them
-        groups = [[run] for run in runs] if cold else [list(runs)]
-        self._graphs = [self._capture(group) for group in groups]
-        self.calls_per_step = len(groups[0])
-        replays = [graph.replay for graph in self._graphs]
-        super().__init__(replays, *([_twice_l2().zero_] if cold else []))
-
-    def _capture(self, runs: Sequence[Run]) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        self._graph, self.calls_per_step = torch.cuda.CUDAGraph(), len(runs)
+        with torch.cuda.graph(self._graph, stream=torch.cuda.current_stream()):
             for run in runs:
                 self.results = run()  # of the last input set: to be checked after a replay
-        return graph
+        super().__init__([self._graph.replay])
 
-    def replay_last(self) -> Any:
-        self._graphs[-1].replay()
+    def replay(self) -> Any:
+        """The results of the last call."""
+        self._graph.replay()
         torch.cuda.synchronize()
         return self.results
-
-
-def _twice_l2() -> torch.Tensor:
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return torch.empty(2 * properties.L2_cache_size, dtype=torch.uint8, device="cuda")
 
 
 class EagerTimer(Timer):

@@ -12,28 +12,17 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 import torch
 
 from qla_kernels.runtime import jit
 
+from . import records
 from .adapters import Call, Implementation, describe
 from .messages import Begin, Done, Machine, Options, RowFacts, RowFailed
 from .problems import Problem, problem_of
-from .records import (
-    FAILED,
-    MEMORY,
-    NOT_APPLICABLE,
-    OK,
-    UNSUPPORTED,
-    WRONG,
-    Result,
-    device_environment,
-    device_name,
-    package_versions,
-)
+from .records import FAILED, MEMORY, NOT_APPLICABLE, OK, UNSUPPORTED, WRONG, Result, rounded
 from .timing import CpuTimer, EagerTimer, EventTimer, GraphTimer, Timer, measure_ceilings
 from .truth import Truth, relative_l2
 
@@ -58,12 +47,7 @@ class Entry:
 
 
 def main(
-    connection: Connection,
-    provider: str,
-    family: str,
-    names: list[str],
-    excluded: list[str],
-    log: str,
+    connection: Any, provider: str, family: str, names: list[str], excluded: list[str], log: str
 ) -> None:
     """Entry point of the process; `provider` ("module:function") gives the implementations."""
     os.setsid()  # compilers that it starts go when it goes
@@ -94,7 +78,7 @@ class Worker:
 
     def greet(self) -> None:
         kind = self._device.type
-        missing, versions = {}, package_versions(("torch", "triton", "tilelang", "numpy"))
+        missing, versions = {}, records.package_versions(("torch", "triton", "tilelang", "numpy"))
         for name, implementation in self._implementations.items():
             self._send(Begin(name, "import"))
             reason = implementation.missing()
@@ -106,15 +90,9 @@ class Worker:
                 versions[key] = implementation.version()
         self._send(Begin("", "ceilings"))
         ceilings = measure_ceilings(self._device)
-        everyone = self._implementations.values()
-        labels = {i.name: i.label for i in everyone}
-        by_length = tuple(i.name for i in everyone if i.by_length)
-        environment = device_environment(kind)
-        self._send(
-            Machine(
-                device_name(kind), kind, environment, versions, labels, missing, by_length, ceilings
-            )
-        )
+        labels = {i.name: i.label for i in self._implementations.values()}
+        environment, device = records.device_environment(kind), records.device_name(kind)
+        self._send(Machine(device, kind, environment, versions, labels, missing, ceilings))
 
     def row(self, workload: Any, wanted: list[str], options: Options) -> bool:
         """False when the CUDA context broke on the way."""
@@ -128,12 +106,10 @@ class Worker:
 
     def _row(self, workload: Any, wanted: list[str], options: Options) -> None:
         self._send(Begin("", "inputs"))
-        problem = problem_of(workload, self._device, options.input_sets)
+        problem = problem_of(workload, self._device)
         self._send(RowFacts(problem.work, len(problem.inputs)))
-        truth = None
-        if not options.compile_only:
-            self._send(Begin("", "truth"))
-            truth = problem.truth()
+        self._send(Begin("", "truth"))
+        truth = problem.truth()
         entries = [
             entry
             for name in wanted
@@ -141,12 +117,8 @@ class Worker:
         ]
         del truth
         self._free()
-        if options.compile_only:
-            for entry in entries:
-                self._send(entry.result)
-            return
         for entry in entries:
-            entry.timer = self._attempt(entry.name, "capture", self._timer, entry, problem, options)
+            entry.timer = self._attempt(entry.name, "capture", self._timer, entry, problem)
         entries = self._bursts(entries, "timing", options)
         for entry in entries:
             self._send(_timed(entry))
@@ -186,36 +158,28 @@ class Worker:
             raise Spoiled
         return None
 
-    def _first(self, problem: Problem, truth: Truth | None, name: str) -> Entry | None:
+    def _first(self, problem: Problem, truth: Truth, name: str) -> Entry | None:
         implementation = self._implementations[name]
         lacking = implementation.inapplicable(problem.workload)
         if lacking is not None:
             self._send(Result(name, NOT_APPLICABLE, lacking))
             return None
-        if truth is not None:
-            self._poison(problem.work.bytes)
+        self._poison(problem.work.bytes)
         call = implementation.prepare(problem.workload, problem.inputs[0])
         self._synchronize()
         start = time.perf_counter()
         raw = call.run()
         self._synchronize()
         first_call = time.perf_counter() - start
-        result = Result(name, OK, first_call_s=first_call)
-        if truth is None:
-            return Entry(name, implementation, [call], result)
         truth = truth._replace(rounded=(*truth.rounded, *implementation.rounds))
         verdict = truth.judge(call.collect(raw), problem.dtype, implementation.leaves_out)
-        rounded = {
-            tensor: float(f"{error:.3g}") if math.isfinite(error) else None
-            for tensor, error in verdict.errors.items()
-        }
-        result = replace(result, errors=rounded)
+        result = Result(name, OK, first_call_s=first_call, errors=rounded(verdict.errors))
         if verdict.complaint is not None:
             self._send(replace(result, status=WRONG, detail=verdict.complaint))
             return None
         return Entry(name, implementation, [call], result)
 
-    def _timer(self, entry: Entry, problem: Problem, options: Options) -> Timer:
+    def _timer(self, entry: Entry, problem: Problem) -> Timer:
         if not self._on_gpu:
             return CpuTimer([entry.calls[0].run])
         entry.result = replace(entry.result, peak_bytes=_peak_bytes(entry.calls[0]))
@@ -225,7 +189,7 @@ class Worker:
         if not entry.calls[0].capture:
             return EventTimer(runs)
         try:
-            timer = GraphTimer(runs, options.cold)
+            timer = GraphTimer(runs)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -293,7 +257,7 @@ def _check_replay(timer: GraphTimer, last: Call) -> None:
     want = {name: x.clone() for name, x in last.collect(last.run()).items()}
     for x in last.collect(timer.results).values():
         x.fill_(math.nan)
-    got = last.collect(timer.replay_last())
+    got = last.collect(timer.replay())
     for name, x in want.items():
         if not relative_l2(got[name], x) < 1e-3:
             raise RuntimeError(f"a replay of its graph does not write {name}")

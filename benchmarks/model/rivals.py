@@ -32,12 +32,17 @@ from .workloads import QWEN, ModelStep
 
 SWITCH = "FLA_QLA_KERNELS"
 LIGER = {QWEN: "apply_liger_kernel_to_qwen3_5"}  # functions of liger_kernel.transformers
+NO_LAYER = {"fla_layer": "FLA's layer keeps its convolution"}
 
 
 class InLayers(Implementation):
     needs_cuda = False
-    packs = True  # keeps sequences of a pack apart, the convolution too
     fuses = ""  # "liger" or "compile": who fuses the rest of the layers
+
+    @property
+    def packs(self) -> bool:
+        """Whether sequences of a pack stay apart, in the convolution too."""
+        return True
 
     def missing(self) -> str | None:
         if self.fuses == "liger" and not _found("liger_kernel"):
@@ -76,52 +81,48 @@ class InLayers(Implementation):
 
 
 class Ours(InLayers):
-    """`swap` of a model of transformers, `register` for FLA's layer."""
+    """`swap` of a model of transformers, `register` for FLA's layer.
+
+    `whole`: not the gated delta rule alone, as in releases before 2026-11-25; PyTorch convolves.
+    """
 
     name, label, distribution, module = "ours", "ours", "qla-kernels", "qla_kernels"
+    whole = True
+
+    @property
+    def packs(self) -> bool:
+        return self.whole
 
     def prepare(self, workload: ModelStep, inputs: ModelInputs) -> Call:
         if workload.kind == "fla_layer":
             return _in_fla(inputs)
         layers = self.layers(workload, inputs)
-        if layers is inputs.layers:
-            layers = _copied(layers)
-        ours = _swapped(layers)
+        if not self.whole:
+            convolution = {CONVOLUTION: plain(getattr(layers.home, CONVOLUTION))}
+            ours = _swapped(_copied(layers)) | convolution
+        else:
+            layers = _copied(layers) if layers is inputs.layers else layers
+            ours = _swapped(layers)
         return step_of(inputs._replace(layers=layers), partial(exchanged, layers.home, ours))
-
-
-class OursLiger(Ours):
-    name, label, fuses, on_request = "ours_liger", "ours, Liger", "liger", True
-
-
-class OursCompiled(Ours):
-    name, label, fuses, on_request = "ours_compile", "ours, torch.compile", "compile", True
-
-
-class OursRule(Ours):
-    """The gated delta rule alone is ours, as in releases before 2026-11-25; PyTorch convolves."""
-
-    packs = False
-    name, label, on_request = "ours_rule", "ours, the rule alone", True
-    lacks: ClassVar = {"fla_layer": "FLA's layer keeps its convolution"}
-
-    def prepare(self, workload: ModelStep, inputs: ModelInputs) -> Call:
-        home = inputs.layers.home
-        convolution = plain(getattr(home, CONVOLUTION))
-        functions = _swapped(_copied(inputs.layers)) | {CONVOLUTION: convolution}
-        return step_of(inputs, partial(exchanged, home, functions))
 
 
 class WithFLA(InLayers):
     """FLA's functions where transformers finds them, and FLA's layer as it is.
 
-    PyTorch convolves, as in transformers without causal-conv1d.
+    `theirs` are functions that have to be other libraries'. PyTorch convolves unless they have the
+    convolution, as in transformers where causal-conv1d is installed, too.
     """
 
     name, label, distribution = "fla", "FLA", "fla-core"
     module, needs_cuda = "fla.ops.gated_delta_rule", True
-    theirs: ClassVar = {RULE: "fla."}  # functions that have to be other libraries'
-    packs = False
+    theirs: ClassVar = {RULE: "fla."}
+
+    @property
+    def packs(self) -> bool:
+        return CONVOLUTION in self.theirs
+
+    def missing(self) -> str | None:
+        return super().missing() or (WithFLA().missing() if self.name != WithFLA.name else None)
 
     def prepare(self, workload: ModelStep, inputs: ModelInputs) -> Call:
         os.environ["FLA_FLASH_QLA"] = "0"  # FLA's own kernels
@@ -141,35 +142,15 @@ class WithFLA(InLayers):
         return step_of(inputs._replace(layers=layers), partial(exchanged, layers.home, functions))
 
 
-class WithFLAConv(WithFLA):
-    """What transformers runs where both FLA and causal-conv1d are installed."""
-
-    name, label, distribution = "fla_conv", "FLA and causal-conv1d", "causal-conv1d"
-    module = "causal_conv1d"
-    theirs: ClassVar = {RULE: "fla.", CONVOLUTION: "causal_conv1d"}
-    packs = True
-    lacks: ClassVar = {"fla_layer": "FLA's layer keeps its convolution"}
-
-    def missing(self) -> str | None:
-        return super().missing() or WithFLA().missing()
-
-
-class WithFLAConvLiger(WithFLAConv):
-    name, label, fuses = "fla_conv_liger", "FLA, causal-conv1d, Liger", "liger"
-    on_request = True
-
-
-class WithFLAConvCompiled(WithFLAConv):
-    name, label, fuses = "fla_conv_compile", "FLA, causal-conv1d, torch.compile", "compile"
-    on_request = True
-
-
 class WithPyTorch(InLayers):
     """What transformers runs where neither FLA nor causal-conv1d is installed."""
 
     name, label, distribution, module = "torch", "PyTorch alone", "transformers", "transformers"
     lacks: ClassVar = {"fla_layer": "FLA has no such path"}
-    packs = False
+
+    @property
+    def packs(self) -> bool:
+        return False
 
     def prepare(self, workload: ModelStep, inputs: ModelInputs) -> Call:
         layers = inputs.layers
@@ -242,7 +223,20 @@ def _no_functions() -> str | None:
     return f"transformers without {missing}; pip install 'transformers>=5.15'" if missing else None
 
 
+def fused(kind: type[InLayers], name: str, label: str, **fields: Any) -> list[Implementation]:
+    """The same with the rest of the layers by Liger, and by torch.compile; on request."""
+    others = ("liger", "Liger"), ("compile", "torch.compile")
+    each = [(f"{name}_{how}", f"{label}, {who}", how) for how, who in others]
+    return [kind(name=n, label=x, fuses=how, on_request=True, **fields) for n, x, how in each]
+
+
 def known(family: str) -> list[Implementation]:
-    ours = Ours(), OursLiger(), OursCompiled(), OursRule()
-    fla = WithFLA(), WithFLAConv(), WithFLAConvLiger(), WithFLAConvCompiled()
-    return [*ours, *fla, WithPyTorch()]
+    rule = {"name": "ours_rule", "label": "ours, the rule alone", "on_request": True}
+    both = {RULE: "fla.", CONVOLUTION: "causal_conv1d"}
+    conv = {"module": "causal_conv1d", "distribution": "causal-conv1d", "lacks": NO_LAYER}
+    conv["theirs"] = both
+    return [
+        Ours(), *fused(Ours, "ours", "ours"), Ours(whole=False, lacks=NO_LAYER, **rule), WithFLA(),
+        WithFLA(name="fla_conv", label="FLA and causal-conv1d", **conv),
+        *fused(WithFLA, "fla_conv", "FLA, causal-conv1d", **conv), WithPyTorch(),
+    ]  # fmt: skip

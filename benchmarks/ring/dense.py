@@ -7,7 +7,7 @@ keys. A step meets half of the queries or half of the keys, and never a mask but
 
 import importlib
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,21 +20,29 @@ Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, o and the log-
 GRADIENT_TAG = 2  # k and v take two
 
 
-class Kernel(Protocol):
-    """Attention of [B, T, H, D] queries to [B, S, Hk, D] keys."""
+class Kernel:
+    """Attention of [B, T, H, D] queries to [B, S, Hk, D] keys: in plain torch, for CPU tensors.
 
-    name: str
+    `forward` returns o and the natural log-sum-exp, [B, H, T]; `backward` takes these as well, and
+    returns the gradients of q, k and v.
+    """
+
+    name = "definition"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-        """o, and the natural log-sum-exp, [B, H, T]."""
-        ...
+        return definition.attention(q, k, v, self._visible(q, k, causal))
 
     def backward(self, do: Tensor, saved: Saved, causal: bool) -> Backward:
-        """Gradients of q, k and v, which a forward got; `saved` is what it got and returned."""
-        ...
+        q, k, v, o, lse = saved
+        visible, delta = self._visible(q, k, causal), definition.delta(o, do)
+        return definition.attention_backward(q, k, v, visible, lse, delta, do)
+
+    def _visible(self, q: Tensor, k: Tensor, causal: bool) -> Tensor:
+        seen = torch.ones(q.shape[2], q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
+        return seen.tril()[None] if causal else seen[None]
 
 
-class FlashAttention4:
+class FlashAttention4(Kernel):
     name = "flash-attn-4"
 
     def __init__(self) -> None:
@@ -53,7 +61,7 @@ class FlashAttention4:
         return dq, dk, dv
 
 
-class Aten:
+class Aten(Kernel):
     """One of PyTorch's own: cuDNN's kernels, or flash-attn 2's."""
 
     def __init__(self, library: str) -> None:
@@ -88,31 +96,12 @@ class Aten:
         return dq, dk, dv
 
 
-class Definition:
-    """The definition, in plain torch, for CPU tensors: it holds all scores of a step."""
-
-    name = "definition"
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-        return definition.attention(q, k, v, self._visible(q, k, causal))
-
-    def backward(self, do: Tensor, saved: Saved, causal: bool) -> Backward:
-        q, k, v, o, lse = saved
-        delta = definition.delta(o, do)
-        visible = self._visible(q, k, causal)
-        return definition.attention_backward(q, k, v, visible, lse, delta, do)
-
-    def _visible(self, q: Tensor, k: Tensor, causal: bool) -> Tensor:
-        seen = torch.ones(q.shape[2], q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
-        return seen.tril()[None] if causal else seen[None]
-
-
 KERNELS = ("fa4", "cudnn", "flash", "definition")
 
 
 def kernel_of(name: str) -> Kernel:
     if name == "definition":
-        return Definition()
+        return Kernel()
     return FlashAttention4() if name == "fa4" else Aten(name)
 
 

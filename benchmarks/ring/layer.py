@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -51,12 +52,9 @@ class Layer:
         generator = None if seed is None else torch.Generator(self.device).manual_seed(seed)
         shape = (1, self.workload.tokens // world)
         dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
-        return [
-            torch.randn(
-                *shape, n, self.workload.head_dim, generator=generator, device=self.device
-            ).to(dtype)
-            for n in (heads, kv_heads, kv_heads, heads)
-        ]
+        made = partial(torch.randn, generator=generator, device=self.device)
+        sizes = (heads, kv_heads, kv_heads, heads)
+        return [made(*shape, n, self.workload.head_dim).to(dtype) for n in sizes]
 
     def calls(
         self,
@@ -66,7 +64,6 @@ class Layer:
     ) -> tuple[Callable[[], ring.RingForward], Callable[[], ring.RingBackward]]:
         """`index` runs where one is built, beside what is gathered; its lines are not taken."""
         q, k, v, do = tensors or self.tensors(way.layout.world)
-
         T, rank = self.workload.tokens, way.route.whole.rank
 
         def shard() -> Shard:  # made by every call, as its tables are
@@ -121,13 +118,9 @@ class Clock:
         """Milliseconds of a call on the rank that takes longest."""
         return slowest(self.each(call))
 
-    def each(
-        self, call: Callable[[], Any], instead: Callable[[], float] | None = None
-    ) -> list[list[float]]:
-        """Milliseconds of a call, by sample and rank; or what `instead` says after each sample."""
-        samples = []
-        for _ in range(WARM_UP + self._samples):
-            sample, _ = once(call, self._gpu, self._queued)
-            samples.append((sample if instead is None else instead()) / self._queued)
+    def each(self, call: Callable[[], Any]) -> list[list[float]]:
+        """Milliseconds of a call, by sample and rank."""
+        count = WARM_UP + self._samples
+        samples = [once(call, self._gpu, self._queued)[0] / self._queued for _ in range(count)]
         of_ranks = of_all(samples[WARM_UP:], "cuda" if self._gpu else "cpu")
         return [list(sample) for sample in zip(*of_ranks, strict=True)]

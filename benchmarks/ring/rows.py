@@ -8,23 +8,14 @@
 Forward and backward of one layer through the engine, for each schedule and layout, beside the same
 mask on one GPU and beside a dense ring. A time is the slowest rank's, a median over samples; in a
 sample calls follow each other, as layers do (`--queued 1`: a call begins when the one before it has
-ended on every rank, and its start shows). Every way is checked first. Of each:
+ended on every rank). Every way is checked first. Of forward and backward together:
 
     overhead   what it takes beyond its share of the time on one GPU
-    compute    its launches alone, nothing sent, the slowest rank
-    transfers  its transfers alone
-    hidden     of its transfers, what it does not take beyond compute
-    waits      how long launches waited for transfers, between two events of their stream: the rank
-               that waited least, and the mean. The least is what transfers cost by coming late; the
-               rest is waiting for slower ranks
-    slowed     what it takes beyond compute and the least wait: launches that share SMs, memory and
-               power with transfers; on a GPU alone
+    compute    its launches alone, nothing sent, the slowest rank; the rest is transfers
     makespan   compute of the slowest rank by the mean of all: 1 is ideal
 
-`--only` times the ways whose names contain a text, such as `--only striped,`.
-
-`--slow GB/s` adds rings whose ranks are on `--nodes` nodes with links of that rate between them;
-the links are emulated, by delays.
+`--only` times the ways whose names contain a text, such as `--only striped,`. `--slow GB/s` adds
+rings whose ranks are on `--nodes` nodes with links of that rate, which delays emulate.
 """
 
 import argparse
@@ -40,24 +31,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qla_kernels.sparse_ring import (
-    ContiguousLayout,
-    RingGroups,
-    StripedLayout,
-    VerticalSlash,
-    VSIndex,
-    ZigZagLayout,
-    build_index,
-)
+from qla_kernels import sparse_ring
+from qla_kernels.sparse_ring import RingGroups, StripedLayout, VSIndex, ZigZagLayout
 from qla_kernels.sparse_ring.heuristics import chunks_per_launch
 from qla_kernels.sparse_ring.route import route_of
 
-from ..attention.workloads import VerticalSlash as Workload
+from ..attention.workloads import VerticalSlash
 from ..harness.own_shapes import heads_of
 from ..harness.records import write_whole
 from . import dense as dense_ring
 from .layer import ALONE, Clock, Layer, Way, agree, by_rank, check, slowest
-from .links import Waits, silent, slow, transfers, watched
+from .links import silent, slow
 
 CHECKED = 512  # tokens a rank
 HEADER = f"tokens, ranks  {'':29}forward + backward, and of both:"  # see `__doc__`
@@ -73,38 +57,18 @@ class Row:
     tflops: float  # of both together, all GPUs, of pairs that the mask has
     overhead: float | None = None  # beyond one GPU's time / world
     compute_ms: float | None = None  # of both together
-    transfers_ms: float | None = None  # alone
     makespan: float | None = None  # compute, slowest by mean of the ranks
-    least_wait_ms: float | None = None  # for transfers, of both together; the rank that waits least
-    mean_wait_ms: float | None = None
-    slowed_ms: float | None = None  # what neither compute nor waits explain
 
     @property
     def both_ms(self) -> float:
         return self.forward_ms + self.backward_ms
 
-    @property
-    def hidden(self) -> float | None:
-        """Share of the transfers."""
-        if self.compute_ms is None or not self.transfers_ms:
-            return None
-        shown = self.both_ms - self.compute_ms
-        return 1 - min(1.0, max(0.0, shown) / self.transfers_ms)
-
     def __str__(self) -> str:
         times = f"{self.forward_ms:8.2f} + {self.backward_ms:8.2f} ms {self.tflops:7.1f} TFLOP/s"
         said = f"{self.tokens / 1024:4g}k x{self.world}  {self.what:32} {times}"
-        for name, value, form in (
-            ("overhead", self.overhead, "+.1%"),
-            ("compute", self.compute_ms, ".2f"),
-            ("transfers", self.transfers_ms, ".2f"),
-            ("hidden", self.hidden, ".0%"),
-            ("waits", self.least_wait_ms, ".2f"),
-            ("mean", self.mean_wait_ms, ".2f"),
-            ("slowed", self.slowed_ms, ".2f"),
-            ("makespan", self.makespan, ".3f"),
-        ):
-            said += "" if value is None else f"  {name} {value:{form}}"
+        for name, form in (("overhead", "+.1%"), ("compute_ms", ".2f"), ("makespan", ".3f")):
+            if (value := getattr(self, name)) is not None:
+                said += f"  {name.removesuffix('_ms')} {value:{form}}"
         return said
 
 
@@ -117,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         torch.cuda.set_device(rank)
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
     group = RingGroups.create()
-    nodes = RingGroups.create(inner_size=node_size(group.world, options.nodes))
+    nodes = RingGroups.create(inner_size=max(1, group.world // options.nodes))
     tell(measured(options, group, nodes), options.out, rank)
     dist.destroy_process_group()
 
@@ -128,7 +92,7 @@ def tell(rows: Iterable[Row], out: Path | None, rank: int = 0) -> None:
     if rank == 0:
         print(HEADER, flush=True)
     for row in rows:
-        told.append({**asdict(row), "hidden": row.hidden})
+        told.append(asdict(row))
         if rank == 0:
             print(row, flush=True)
             if out:
@@ -136,31 +100,8 @@ def tell(rows: Iterable[Row], out: Path | None, rank: int = 0) -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="torchrun --nproc-per-node N -m benchmarks.ring",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    mask_options(parser)
-    add = parser.add_argument
-    said = "attention of the dense ring (default: fa4)"
-    add("--dense", default="fa4", choices=("fa4", "cudnn", "flash", "none"), help=said)
-    add("--slow", type=float, help="GB/s of emulated links between nodes")
-    add("--only", default="", help="of the ways, those whose names contain this")
-    return parser.parse_args(arguments)
-
-
-def two_heads(text: str) -> tuple[int, int]:
-    """Returns 2/16, or 2x16, as numbers."""
-    try:
-        return heads_of(text.replace("x", "/"))
-    except ValueError:
-        needs = "key / query heads, such as 2/16"
-        raise argparse.ArgumentTypeError(f"{text!r}; need {needs}") from None
-
-
-def mask_options(parser: argparse.ArgumentParser) -> None:
-    """What is timed, how often and where; `layer_of` reads it."""
+    plain, program = argparse.RawDescriptionHelpFormatter, "torchrun -m benchmarks.ring"
+    parser = argparse.ArgumentParser(program, None, __doc__, formatter_class=plain)
     add = parser.add_argument
     said = "of all ranks together, numbers with commas between them (default: 131072)"
     add("--tokens", type=lambda x: [int(n) for n in x.split(",")], default=[131072], help=said)
@@ -177,49 +118,60 @@ def mask_options(parser: argparse.ArgumentParser) -> None:
     add("--nodes", type=int, default=2, help="of the double ring, and of slow links (default: 2)")
     add("--device", default="cuda", choices=("cuda", "cpu"), help="(default: cuda)")
     add("--out", type=Path, help="a JSON file of all rows, written anew after each")
+    said = "attention of the dense ring (default: fa4)"
+    add("--dense", default="fa4", choices=("fa4", "cudnn", "flash", "none"), help=said)
+    add("--slow", type=float, help="GB/s of emulated links between nodes")
+    add("--only", default="", help="of the ways, those whose names contain this")
+    return parser.parse_args(arguments)
 
 
-def node_size(world: int, nodes: int) -> int:
-    return max(1, world // nodes)
+def two_heads(text: str) -> tuple[int, int]:
+    """Returns 2/16, or 2x16, as numbers."""
+    try:
+        return heads_of(text.replace("x", "/"))
+    except ValueError:
+        needs = "key / query heads, such as 2/16"
+        raise argparse.ArgumentTypeError(f"{text!r}; need {needs}") from None
 
 
 def measured(options: argparse.Namespace, group: RingGroups, nodes: RingGroups) -> Iterator[Row]:
-    clock = Clock(options.device, options.samples, options.queued)
-    small = layer_of(options, CHECKED * group.world)
+    clock, world = Clock(options.device, options.samples, options.queued), group.world
+    small = layer_of(options, CHECKED * world)
     for tokens in options.tokens:
         layer = layer_of(options, tokens)
-        yield (one := alone(layer, clock))
+        one = row_of(ALONE.what, layer, 1, [clock.slowest(x) for x in layer.calls(ALONE)])
+        yield one
         for way in ways(group, nodes, tokens, options.slow):
-            if options.only not in way.what:
-                continue
-            check(small, way, group.rank)
-            yield timed(layer, way, clock, one.both_ms)
+            if options.only in way.what:
+                check(small, way, group.rank)
+                yield timed(layer, way, clock, one.both_ms)
         gathered = next(ways(group, nodes, tokens, None))
-        index = partial(build_index, pattern=VerticalSlash())
+        index = partial(sparse_ring.build_index, pattern=sparse_ring.VerticalSlash())
         yield from indices(layer, ALONE, index, clock)
         shared = partial(index, layout=gathered.layout, group=group)
         yield from indices(layer, gathered, shared, clock)
         if options.dense != "none":
             kernel = dense_ring.kernel_of(options.dense)
             check_dense(kernel, small, group)
-            forward, backward = map(clock.slowest, dense(kernel, layer, group))
-            all_pairs = 7.0 * tokens * (tokens + 1) * options.head_dim * options.heads[1]
-            rate = all_pairs / (forward + backward) / 1e9
-            what = f"dense ring, zigzag, {kernel.name}"
-            yield Row(what, tokens, group.world, forward, backward, rate)
+            times = [clock.slowest(x) for x in dense(kernel, layer, group)]
+            pairs = tokens * (tokens + 1) // 2
+            yield row_of(f"dense ring, zigzag, {kernel.name}", layer, world, times, pairs)
         if options.device == "cuda":
             torch.cuda.empty_cache()
 
 
-def alone(layer: Layer, clock: Clock) -> Row:
-    forward, backward = map(clock.slowest, layer.calls(ALONE))
-    rate = layer.work / (forward + backward) / 1e9
-    return Row(ALONE.what, layer.workload.tokens, 1, forward, backward, rate)
+def row_of(
+    what: str, layer: Layer, world: int, times: list[float], pairs: int = 0, **of: Any
+) -> Row:
+    """`times` of forward and backward; `pairs` 0 are those of the layer's mask."""
+    work = layer.work * (pairs / layer.workload.pairs if pairs else 1)
+    rate = work / sum(times) / 1e9
+    return Row(what, layer.workload.tokens, world, times[0], times[1], rate, **of)
 
 
 def layer_of(options: argparse.Namespace, tokens: int) -> Layer:
     mask = (options.density, options.run_length)
-    workload = Workload(tokens, *mask, heads=options.heads, head_dim=options.head_dim)
+    workload = VerticalSlash(tokens, *mask, heads=options.heads, head_dim=options.head_dim)
     return Layer(workload, options.device)
 
 
@@ -228,64 +180,40 @@ def ways(group: RingGroups, nodes: RingGroups, tokens: int, rate: float | None) 
     world = group.world
     per_launch = chunks_per_launch(None, tokens // world)
     layouts = {
-        "striped": StripedLayout(world),
-        "striped by 64": StripedLayout(world, 64),
-        "zigzag": ZigZagLayout(world),
-        "contiguous": ContiguousLayout(world),
-    }
+        "striped": StripedLayout(world), "striped by 64": StripedLayout(world, 64),
+        "zigzag": ZigZagLayout(world), "contiguous": sparse_ring.ContiguousLayout(world),
+    }  # fmt: skip
     gathered, circulated, double = (
         route_of(groups, name, per_launch)
         for groups, name in ((group, "allgather"), (group, "ring"), (nodes, "double_ring"))
     )
+    striped = layouts["striped"]
     for name, layout in layouts.items():
         yield Way(f"{name}, allgather", layout, gathered)
-        if name == "striped" and world > 1:
+        if layout is striped and world > 1:
             yield Way("striped, allgather, own chunk first", layout, gathered, True)
             yield Way("striped, allgather, kept", layout, gathered, kept=True)
         yield Way(f"{name}, ring", layout, circulated)
         if isinstance(layout, StripedLayout):
             yield Way(f"{name}, double ring", layout, double)
     if per_launch > 1 and world > 2:
-        route = circulated._replace(per_launch=1)
-        yield Way("striped, ring, a chunk a launch", layouts["striped"], route)
+        yield Way("striped, ring, a chunk a launch", striped, circulated._replace(per_launch=1))
     if rate is not None:
         for name, route in (("allgather", gathered), ("ring", circulated), ("double ring", double)):
             links = slow(route, nodes.inner.size, rate * 1e9)
-            what = f"{name}, emulated {rate:g} GB/s"
-            yield Way(f"striped, {what}", layouts["striped"], links)
+            yield Way(f"striped, {name}, emulated {rate:g} GB/s", striped, links)
 
 
 def timed(layer: Layer, way: Way, clock: Clock, one: float) -> Row:
     """`one`: milliseconds of both directions on one device."""
     world = way.layout.world
-    forward, backward = map(clock.slowest, layer.calls(way))
-    calls = layer.calls(way._replace(route=silent(way.route)))
-    taken = [clock.each(call) for call in calls]
-    compute = sum(slowest(x) for x in taken)  # by the same statistics as forward and backward
+    times = [clock.slowest(call) for call in layer.calls(way)]
+    taken = [clock.each(call) for call in layer.calls(way._replace(route=silent(way.route)))]
     of_ranks = [sum(x) for x in zip(*map(by_rank, taken), strict=True)]
-    waits = Waits()
-    calls = layer.calls(way._replace(route=watched(way.route, waits)))
-    waited = [by_rank(clock.each(call, waits.taken)) for call in calls]
-    of_both = [sum(of_rank) for of_rank in zip(*waited, strict=True)]
-    _, k, v, _ = layer.tensors(world)
-    sent = clock.slowest(lambda: transfers(way.route, k, v))
-    sent += clock.slowest(lambda: transfers(way.route, k, v, gradients=False))
-    both, least = forward + backward, min(of_both)
-    return Row(
-        way.what,
-        layer.workload.tokens,
-        world,
-        forward,
-        backward,
-        layer.work / both / 1e9,
-        overhead=both / (one / world) - 1,
-        compute_ms=compute,
-        transfers_ms=sent,
-        makespan=max(of_ranks) / (sum(of_ranks) / world),
-        least_wait_ms=least,
-        mean_wait_ms=sum(of_both) / world,
-        slowed_ms=both - compute - least if layer.device == "cuda" else None,
-    )
+    compute, mean = sum(map(slowest, taken)), sum(of_ranks) / world
+    more = {"compute_ms": compute, "makespan": max(of_ranks) / mean}
+    overhead = sum(times) / (one / world) - 1
+    return row_of(way.what, layer, world, times, overhead=overhead, **more)
 
 
 def indices(
@@ -294,8 +222,7 @@ def indices(
     """An index by itself, and what it adds to a forward, whose gather it hides."""
     q, k, _, _ = layer.tensors(way.layout.world)
     tokens, world = layer.workload.tokens, way.layout.world
-    alone = clock.slowest(lambda: index(q, k))
-    yield Row(f"index: {way.what}", tokens, world, alone, 0.0, 0.0)
+    yield Row(f"index: {way.what}", tokens, world, clock.slowest(lambda: index(q, k)), 0.0, 0.0)
     without, with_it = (clock.slowest(layer.calls(way, index=x)[0]) for x in (None, index))
     yield Row(f"index, added: {way.what}", tokens, world, with_it - without, 0.0, 0.0)
 

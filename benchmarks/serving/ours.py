@@ -1,5 +1,6 @@
 """Serving by us: what `ours` is on a pool, and the same with launches apart."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import qla_kernels
 
 from ..gdn.ours import Ours, on_host
 from ..harness.adapters import Call, Implementation
-from ..hybrid.rivals import OursStep, OursTwoCalls
+from ..hybrid.rivals import OursStep, in_two
 from ..hybrid.step import StepInputs
 from .problem import Batch, Drafted, PrefillInputs, Slots, batch_of, pool_of, slots_of
 from .workloads import LayerStep, PoolDecode, PoolPrefill
@@ -27,23 +28,17 @@ class OursServing(Ours):
         q, k, v, g, beta, *_ = inputs.rule
         slots = slots_of(workload, v.device)
         pool, kept = paged(inputs, slots), checkpoints_of(workload, inputs)
-        options: dict[str, Any] = {
-            "cu_seqlens": inputs.cu_seqlens, "cu_seqlens_cpu": on_host(workload),
-        }  # fmt: skip
+        options: dict[str, Any] = {"cu_seqlens_cpu": on_host(workload)}
         if kept is not None:
             counts = torch.arange(len(slots.ends), device=v.device, dtype=torch.int32)
-            options |= {
-                "checkpoints": kept, "checkpoint_every": workload.every,
-                "checkpoint_starts": counts * workload.kept,
-            }  # fmt: skip
-        out, ends = torch.empty_like(v), slots.ends.long()
-
-        def run() -> Tensor:
-            return qla_kernels.prefill_gated_delta_rule(
-                q, k, v, g, beta, pool, slots.ends, start_indices=slots.starts, null_slot=0,
-                state_v_first=True, out=out, **options,
-            )  # fmt: skip
-
+            starts = {"checkpoint_starts": counts * workload.kept}
+            options |= {"checkpoints": kept, "checkpoint_every": workload.every, **starts}
+        run = partial(
+            qla_kernels.prefill_gated_delta_rule, q, k, v, g, beta, pool, slots.ends,
+            start_indices=slots.starts, null_slot=0, state_v_first=True, out=torch.empty_like(v),
+            cu_seqlens=inputs.cu_seqlens, **options,
+        )  # fmt: skip
+        ends = slots.ends.long()
         return Call.public(run, lambda o: prefill_results(o, pool[ends], kept))
 
     def pool_decode(self, workload: PoolDecode, inputs: StepInputs) -> Call:
@@ -52,16 +47,15 @@ class OursServing(Ours):
     def drafts(self, workload: PoolDecode, inputs: StepInputs) -> Call:
         batch, x = batch_of(workload, inputs), Drafted(workload, inputs)
         A_log, dt_bias = inputs.weights
-        out = torch.empty_like(x.v, memory_format=torch.contiguous_format)
-
-        def run() -> Tensor:
-            return qla_kernels.verify_gated_delta_rule(
-                x.q, x.k, x.v, x.a[None], x.b[None], batch.pool, batch.table, A_log=A_log,
-                dt_bias=dt_bias, cu_seqlens=x.bounds, num_accepted_tokens=batch.accepted, out=out,
-                use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, null_slot=0,
-                use_beta_sigmoid_in_kernel=True, state_v_first=True,
-            )  # fmt: skip
-
+        names = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
+        flags: dict[str, Any] = dict.fromkeys(names, True)
+        run = partial(
+            qla_kernels.verify_gated_delta_rule, x.q, x.k, x.v, x.a[None], x.b[None], batch.pool,
+            batch.table, A_log=A_log, dt_bias=dt_bias, cu_seqlens=x.bounds,
+            num_accepted_tokens=batch.accepted, null_slot=0, state_v_first=True,
+            out=torch.empty_like(x.v, memory_format=torch.contiguous_format),
+            **flags,
+        )  # fmt: skip
         return Call.public(run, batch.results)
 
     def decoding(self, workload: LayerStep, inputs: StepInputs) -> Call:
@@ -91,27 +85,25 @@ class OursOneToken(Serves):
     def drafts(self, workload: PoolDecode, inputs: StepInputs) -> Call:
         batch = batch_of(workload, inputs)
         slots, live, width = batch.starts.long(), batch.live, workload.width
-        step = one_token(batch, inputs)
 
         def collect(o: Tensor) -> dict[str, Tensor]:
             states = batch.pool[slots[:live]].repeat_interleave(width, 0)
             return {"o": o[:live].repeat_interleave(width, 0).transpose(0, 1), "ht": states}
 
-        return Call.public(step.run, collect)
+        return Call.public(one_token(batch, inputs).run, collect)
 
 
-class OursTwo(Serves, OursTwoCalls):
+class OursTwo(Serves, OursStep):
     """Convolution, then rule, norm and gate: states are loaded after the convolution."""
+
+    name, label, step = "ours_step_two", "ours, two calls", staticmethod(in_two)
 
 
 def one_token(batch: Batch, inputs: StepInputs) -> Call:
     a, b = inputs.gates.unbind(1)
     out = inputs.rows.new_empty(len(a), 1, *inputs.states.shape[1:3])
     call = inputs.rows, a, b, *inputs.weights, batch.pool, batch.starts
-
-    def run() -> Tensor:
-        return qla_kernels.packed_decode_gated_delta_rule(*call, null_slot=0, out=out)
-
+    run = partial(qla_kernels.packed_decode_gated_delta_rule, *call, null_slot=0, out=out)
     return Call.public(run, batch.results)
 
 

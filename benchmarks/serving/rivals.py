@@ -8,6 +8,7 @@ A machine may have a part of flashinfer-python 0.7.2.post1. What a row's call la
 
 import importlib
 import inspect
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -17,15 +18,7 @@ from ..harness.adapters import Call, Implementation, describe
 from ..hybrid.step import StepInputs, gate_of
 from . import engine_functions
 from .engine_functions import CONVOLUTIONS, DRAFTS, PACKED, function
-from .ours import (
-    OursOneToken,
-    OursServing,
-    OursTwo,
-    Serves,
-    checkpoints_of,
-    paged,
-    prefill_results,
-)
+from .ours import OursOneToken, OursServing, OursTwo, Serves, checkpoints_of, paged, prefill_results
 from .problem import Drafted, PrefillInputs, batch_of, from_minus_one, pool_of, shuffled, slots_of
 from .workloads import LayerStep, PoolDecode, PoolPrefill
 
@@ -68,8 +61,7 @@ class FlashInferGathers(FlashInfer):
     calls: ClassVar = {"pool_prefill": PROMPT, "pool_decode": TOKEN}
 
     def pool_prefill(self, workload: PoolPrefill, inputs: PrefillInputs) -> Call:
-        ops, x = importlib.import_module(PREFILL), _Prompts(workload, inputs)
-        slots = slots_of(workload, x.v.device)
+        x, slots = _Prompts(workload, inputs), slots_of(workload, inputs.states.device)
         pool, out = paged(inputs, slots), torch.empty_like(x.v)
         starts, ends = slots.starts.long(), slots.ends.long()
 
@@ -77,9 +69,7 @@ class FlashInferGathers(FlashInfer):
             states = pool[starts]
             if len(slots.fresh):
                 states.index_fill_(0, slots.fresh, 0)
-            o, states = ops.chunk_gated_delta_rule(
-                *x.call, initial_state=states.float(), **x.options
-            )
+            o, states = x.run(initial_state=states.float())
             out.copy_(o)
             pool[ends] = states.to(pool.dtype)
             return out
@@ -87,13 +77,11 @@ class FlashInferGathers(FlashInfer):
         return Call.public(run, lambda o: prefill_results(o[None], pool[ends], x.kept))
 
     def pool_decode(self, workload: PoolDecode, inputs: StepInputs) -> Call:
-        ops = importlib.import_module(DECODE)
-        batch, call = batch_of(workload, inputs), _tokens(workload, inputs)
+        batch, decode = batch_of(workload, inputs), _token(workload, inputs)
         slots = batch.starts.long()
 
         def run() -> Tensor:
-            states = batch.pool[slots]
-            o, states = ops.gated_delta_rule_decode_pretranspose(state=states, **call)
+            o, states = decode(state=batch.pool[slots])
             batch.pool[slots] = states
             return torch.as_tensor(o)
 
@@ -114,88 +102,75 @@ class FlashInferPool(FlashInfer):
     }
 
     def pool_prefill(self, workload: PoolPrefill, inputs: PrefillInputs) -> Call:
-        ops, x = importlib.import_module(PREFILL), _Prompts(workload, inputs)
-        slots, num_slots = shuffled(len(inputs.states), 0, x.v.device)
+        x, device = _Prompts(workload, inputs), inputs.states.device
+        slots, num_slots = shuffled(len(inputs.states), 0, device)
         before, after = (pool_of(inputs.states, slots, num_slots) for _ in range(2))
-        rows, out = slots.long(), torch.empty_like(x.v)
-        zeroed = rows[slots_of(workload, x.v.device).fresh]
+        rows = slots.long()
+        zeroed = rows[slots_of(workload, device).fresh]
+        into = {"output_state": after, "state_indices": slots, "output": torch.empty_like(x.v)}
 
         def run() -> Tensor:
             if len(zeroed):
                 before.index_fill_(0, zeroed, 0)
-            o, _ = ops.chunk_gated_delta_rule(
-                *x.call, initial_state=before, output_state=after, state_indices=slots,
-                output=out, **x.options,
-            )  # fmt: skip
-            return torch.as_tensor(o)
+            return torch.as_tensor(x.run(initial_state=before, **into)[0])
 
         return Call.public(run, lambda o: prefill_results(o[None], after[rows], x.kept))
 
     def pool_decode(self, workload: PoolDecode, inputs: StepInputs) -> Call:
-        ops = importlib.import_module(DECODE)
-        batch, call = batch_of(workload, inputs), _tokens(workload, inputs)
-        slots = from_minus_one(batch.starts)
-
-        def run() -> Tensor:
-            o, _ = ops.gated_delta_rule_decode_pretranspose(
-                state=None, initial_state=batch.pool, initial_state_indices=slots, **call
-            )
-            return torch.as_tensor(o)
-
+        batch, decode = batch_of(workload, inputs), _token(workload, inputs)
+        slots = {"initial_state": batch.pool, "initial_state_indices": from_minus_one(batch.starts)}
+        run = partial(_first, decode, state=None, **slots)
         return Call.public(run, batch.results)
 
     def drafts(self, workload: PoolDecode, inputs: StepInputs) -> Call:
-        ops = importlib.import_module(DECODE)
         batch, x = batch_of(workload, inputs), Drafted(workload, inputs)
-        shape = len(batch.table), workload.width
+        shape, (A_log, dt_bias) = (len(batch.table), workload.width), inputs.weights
         q, k, v, a, b = (
             y.reshape(*shape, *y.shape[1:]).contiguous() for y in (x.q[0], x.k[0], x.v[0], x.a, x.b)
         )
-        A_log, dt_bias = inputs.weights
-        slots, table = from_minus_one(batch.starts), from_minus_one(batch.table)
-        out = torch.empty_like(v)
-
-        def run() -> Tensor:
-            o, _ = ops.gated_delta_rule_mtp(
-                q=q, k=k, v=v, initial_state=batch.pool, initial_state_indices=slots, A_log=A_log,
-                a=a, dt_bias=dt_bias, b=b, output=out, ssm_state_indices=table,
-                disable_state_update=False, use_qk_l2norm=True,
-            )  # fmt: skip
-            return torch.as_tensor(o)
-
+        run = partial(
+            _first, importlib.import_module(DECODE).gated_delta_rule_mtp, q=q, k=k, v=v,
+            initial_state=batch.pool, initial_state_indices=from_minus_one(batch.starts),
+            A_log=A_log, a=a, dt_bias=dt_bias, b=b, output=torch.empty_like(v),
+            ssm_state_indices=from_minus_one(batch.table), disable_state_update=False,
+            use_qk_l2norm=True,
+        )  # fmt: skip
         return Call.public(run, batch.results)
 
 
+def _first(function: Any, **call: Any) -> Tensor:
+    """o, of what a function returns."""
+    return torch.as_tensor(function(**call)[0])
+
+
 class _Prompts:
-    """What FlashInfer's prefill is given but for states: e^g, beta in fp32, checkpoints."""
+    """FlashInfer's prefill, given all but states: e^g, beta in fp32, checkpoints."""
 
     def __init__(self, workload: PoolPrefill, inputs: PrefillInputs) -> None:
         q, k, self.v = (x[0].contiguous() for x in inputs.rule[:3])
-        self.call = q, k, self.v, inputs.rule.g[0].exp(), inputs.rule.beta[0].float()
         self.kept = checkpoints_of(workload, inputs)
-        self.options: dict[str, Any] = {
-            "scale": workload.head_dim**-0.5, "output_final_state": True,
-            "cu_seqlens": inputs.cu_seqlens, "use_cp": "auto", "max_seqlen": max(workload.lengths),
-        }  # fmt: skip
+        options: dict[str, Any] = {}
         if workload.every:
             counts = torch.arange(len(inputs.states) + 1, device=q.device)
-            self.options |= {
-                "state_checkpoints": self.kept, "checkpoint_every_n_tokens": workload.every,
-                "checkpoint_cu_starts": counts * workload.kept,
-            }  # fmt: skip
+            starts = {"checkpoint_cu_starts": counts * workload.kept}
+            every = {"checkpoint_every_n_tokens": workload.every}
+            options = {"state_checkpoints": self.kept, **every, **starts}
+        self.run = partial(
+            importlib.import_module(PREFILL).chunk_gated_delta_rule, q, k, self.v,
+            inputs.rule.g[0].exp(), inputs.rule.beta[0].float(), scale=workload.head_dim**-0.5,
+            output_final_state=True, cu_seqlens=inputs.cu_seqlens, use_cp="auto",
+            max_seqlen=max(workload.lengths), **options,
+        )  # fmt: skip
 
 
-def _tokens(workload: PoolDecode, inputs: StepInputs) -> dict[str, Any]:
-    """What FlashInfer's decoding is given but for states."""
+def _token(workload: PoolDecode, inputs: StepInputs) -> Any:
+    """FlashInfer's decoding, given all but states."""
     (A_log, dt_bias), x = inputs.weights, Drafted(workload, inputs)
     q, k, v, a, b = (y[:, None].contiguous() for y in (x.q[0], x.k[0], x.v[0], x.a, x.b))
-    return {
-        "q": q, "k": k, "v": v, "a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias,
-        "output": torch.empty_like(v), "use_qk_l2norm": True,
-    }  # fmt: skip
-
-
-# --- engines
+    return partial(
+        importlib.import_module(DECODE).gated_delta_rule_decode_pretranspose, q=q, k=k, v=v, a=a,
+        b=b, A_log=A_log, dt_bias=dt_bias, output=torch.empty_like(v), use_qk_l2norm=True,
+    )  # fmt: skip
 
 
 class _Engine(Serves):
@@ -221,23 +196,26 @@ class _Engine(Serves):
         """The function of a token, given rows, a, b, A_log, dt_bias, states, out and slots."""
         rows, a, b, A_log, dt_bias, states, out, slots = call
         name = "fused_recurrent_gated_delta_rule_packed_decode"
-        return function(self.name, PACKED[self.name], name)(
-            mixed_qkv=rows, a=a, b=b, A_log=A_log, dt_bias=dt_bias, scale=states.shape[-1] ** -0.5,
-            initial_state=states, out=out, ssm_state_indices=slots, use_qk_l2norm_in_kernel=True,
+        return partial(
+            function(self.name, PACKED[self.name], name), mixed_qkv=rows, a=a, b=b, A_log=A_log,
+            dt_bias=dt_bias, scale=states.shape[-1] ** -0.5, initial_state=states, out=out,
+            ssm_state_indices=slots, use_qk_l2norm_in_kernel=True,
         )  # fmt: skip
 
-    def verifying(self) -> Any:
+    def verifying(self, inputs: StepInputs, **call: Any) -> Any:
         """The function of drafts."""
-        name = "fused_sigmoid_gating_delta_rule_update"
-        return function(self.name, DRAFTS[self.name], name)
+        update = function(self.name, DRAFTS[self.name], "fused_sigmoid_gating_delta_rule_update")
+        A_log, dt_bias = inputs.weights
+        return partial(update, A_log=A_log, dt_bias=dt_bias, use_qk_l2norm_in_kernel=True, **call)
 
     def pool_decode(self, workload: PoolDecode, inputs: StepInputs) -> Call:
         batch, (a, b) = batch_of(workload, inputs), inputs.gates.unbind(1)
         out = inputs.rows.new_empty(len(a), 1, *inputs.states.shape[1:3])
         slots = self.padded(batch.starts)
+        decode = self.packed(inputs.rows, a, b, *inputs.weights, batch.pool, out, slots)
 
         def run() -> Tensor:
-            self.packed(inputs.rows, a, b, *inputs.weights, batch.pool, out, slots)
+            decode()
             return out
 
         return Call.public(run, batch.results)
@@ -259,7 +237,7 @@ class _Engine(Serves):
 
         def run() -> Tensor:
             y = update(rows, last, taps, None, "silu", conv_state_indices=slots, **into)
-            self.packed(y, a, b, A_log, dt_bias, states, out, slots)
+            self.packed(y, a, b, A_log, dt_bias, states, out, slots)()
             return torch.as_tensor(norm(out, z, weight))
 
         return Call.public(run, lambda y: {"o": y.transpose(0, 1), "ht": states[1:].clone()})
@@ -270,19 +248,13 @@ class VLLM(_Engine):
     overwrites = True
 
     def drafts(self, workload: PoolDecode, inputs: StepInputs) -> Call:
-        update, (A_log, dt_bias) = self.verifying(), inputs.weights
         batch, x = batch_of(workload, inputs), Drafted(workload, inputs)
         q, k, v, a, b = (y.contiguous() for y in (x.q, x.k, x.v, x.a[None], x.b[None]))
-
-        def run() -> Tensor:
-            o, _ = update(
-                A_log=A_log, a=a, b=b, dt_bias=dt_bias, q=q, k=k, v=v, initial_state=batch.pool,
-                cu_seqlens=x.bounds, ssm_state_indices=batch.table,
-                num_accepted_tokens=batch.accepted, use_qk_l2norm_in_kernel=True,
-            )  # fmt: skip
-            return torch.as_tensor(o)
-
-        return Call.public(run, batch.results)
+        update = self.verifying(
+            inputs, a=a, b=b, q=q, k=k, v=v, initial_state=batch.pool, cu_seqlens=x.bounds,
+            ssm_state_indices=batch.table, num_accepted_tokens=batch.accepted,
+        )  # fmt: skip
+        return Call.public(partial(_first, update), batch.results)
 
 
 class SGLang(_Engine):
@@ -298,22 +270,17 @@ class SGLang(_Engine):
         return from_minus_one(slots)
 
     def drafts(self, workload: PoolDecode, inputs: StepInputs) -> Call:
-        update, (A_log, dt_bias) = self.verifying(), inputs.weights
         batch, x = batch_of(workload, inputs), Drafted(workload, inputs)
         N, width, live = workload.sequences, workload.width, workload.live
         buffer = inputs.states.new_empty(N, width, *inputs.states.shape[1:])
         slots = self.padded(batch.starts)
-        lines = torch.arange(N, dtype=torch.int32, device=slots.device)
-
-        def run() -> Tensor:
-            o = update(
-                A_log=A_log, a=x.a, b=x.b, dt_bias=dt_bias, softplus_beta=1.0,
-                softplus_threshold=20.0, q=x.q, k=x.k, v=x.v, initial_state_source=batch.pool,
-                initial_state_indices=slots, cu_seqlens=x.bounds, use_qk_l2norm_in_kernel=True,
-                disable_state_update=True, intermediate_states_buffer=buffer, cache_steps=width,
-                intermediate_state_indices=lines, retrieve_parent_token=None,
-            )  # fmt: skip
-            return torch.as_tensor(o)
+        run = self.verifying(
+            inputs, a=x.a, b=x.b, softplus_beta=1.0, softplus_threshold=20.0, q=x.q, k=x.k, v=x.v,
+            initial_state_source=batch.pool, initial_state_indices=slots, cu_seqlens=x.bounds,
+            disable_state_update=True, intermediate_states_buffer=buffer, cache_steps=width,
+            intermediate_state_indices=torch.arange(N, dtype=torch.int32, device=slots.device),
+            retrieve_parent_token=None,
+        )  # fmt: skip
 
         def collect(o: Tensor) -> dict[str, Tensor]:
             return {**batch.results(o), "ht": buffer[:live].flatten(0, 1)}

@@ -11,11 +11,10 @@ import time
 import pytest
 import torch
 
-from benchmarks import revisions, sm90
-from benchmarks.attention.workloads import DUALKV
+from benchmarks import sm90, tables
 from benchmarks.gdn.workloads import GDN, Gdn
 from benchmarks.harness import records
-from benchmarks.harness.messages import Machine, Options
+from benchmarks.harness.messages import Options
 from benchmarks.harness.own_shapes import remark
 from benchmarks.harness.problems import work_of
 from benchmarks.harness.records import (
@@ -30,11 +29,10 @@ from benchmarks.harness.records import (
     WRONG,
 )
 from benchmarks.harness.timing import CpuTimer, measure_ceilings, spread
-from benchmarks.harness.warm import tasks_for
 from benchmarks.harness.watchdog import LIMITS, Harness
 from benchmarks.harness.without_gpu import for_cpu
 from benchmarks.harness.worker import Worker
-from benchmarks.harness.workload import Ceilings
+from benchmarks.harness.workload import Ceilings, Work
 from benchmarks.rivals import implementations
 from tests.host.bench_fakes import EVERYONE
 from tests.limits import HANG
@@ -116,17 +114,6 @@ def test_whatever_an_implementation_does_the_rest_goes_on(tmp_path):
     assert rows[0].floor_ms > 0
 
 
-def test_compiling_only_times_nothing(tmp_path):
-    said = []
-    options = QUICKLY._replace(compile_only=True)
-    with harness(
-        tmp_path, ["right", "wrong_chunk"], options, listener=lambda *step: said.append(step)
-    ) as running:
-        row = running.row(WORKLOAD)
-    assert {r.status for r in row.results} == {OK}  # what is not checked is not called wrong
-    assert {phase for _, phase in said}.isdisjoint({"truth", "timing", "capture"})
-
-
 def test_the_worker_goes_when_the_harness_is_left(tmp_path):
     with harness(tmp_path, ["right"]) as running:
         process = running._process
@@ -203,18 +190,6 @@ def test_the_list_says_lengths_in_words(capsys):
         (["--set", "nonsense"], "'anchors'"),
         (["--direction", "up"], "need fwd, bwd, both, decode, pool_decode, drafts, pool_prefill"),
         (["--impl", "fastest"], "--impl fastest of gdn; need some of ours, "),
-        (["--lengths", "8", "--head-dim", "100"], "--head-dim 100: head dimension K=100; need a m"),
-        (["--lengths", "8", "--head-dim", "100"], "pad q and k to 112, or use fla.ops.gated_delta"),
-        (
-            ["--lengths", "8", "--head-dim", "64/100"],
-            "--head-dim 64/100: head dimension V=100; ",
-        ),
-        (
-            ["dualkv", "--lengths", "8", "--head-dim", "100"],
-            "need 64, 128 or 256 on SM90; pad q",
-        ),
-        (["sparse_ring", "--lengths", "8k", "--head-dim", "256"], "D=256; need 64 or 128 on SM90"),
-        (["--lengths", "-5x2"], "error: --lengths -5x2; need sequences such as 4096x2, 8192x1"),
         (["--lengths", "12x50+7"], "6144+2048; dualkv, conv and hybrid have responses to a prompt"),
         (["sparse_ring", "--lengths", "12x50+7"], "dualkv, conv and hybrid have responses to a pr"),
         (
@@ -253,11 +228,11 @@ def test_the_list_says_lengths_in_words(capsys):
         (["conv", "--lengths", "8", "--head-dim", "9"], "= 576 channels; need a multiple of 128"),
         (
             ["hybrid", "--lengths", "8", "--heads", "1/2"],
-            "gdn, conv and dualkv time its parts with other heads, and docs/models.md times a mod",
+            "gdn, conv and dualkv time parts with other heads, docs/models.md times a model or con",
         ),
         (
             ["model", "--lengths", "8", "--heads", "1/2"],
-            "need --lengths alone: layers of model have the sizes of their models; docs/models.md",
+            "need --lengths alone: layers of model have the sizes of models; gdn, conv and dualkv",
         ),
         (["model", "--lengths", "8+9"], "need sequences of equal length, such as 2048x4"),
     ],
@@ -482,22 +457,6 @@ def test_decoding_runs_without_a_gpu(tmp_path, capsys):
     assert (tmp_path / "gdn-decode-2x8.svg").stat().st_size > 0
 
 
-def test_warming_compiles_in_processes_and_reports_failures(tmp_path, capsys):
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU: this is the path without one")
-    quick = ["gdn", "--quick", "--only", "gdn-fwd-2x8-2048x1-*", "--out", str(tmp_path)]
-    assert sm90.main([*quick, "--impl", "ours", "--warm", "2"]) == 0
-    assert "compiled for 1 workloads: ours" in capsys.readouterr().out
-
-
-def test_what_compiles_for_each_workload_anew_is_warmed_in_as_many_tasks():
-    ceilings = Ceilings(1.0, 1.0, "")
-    labels = {name: name for name in ("ours", "fa4", "flex")}
-    machine = Machine("", "cuda", {}, {}, labels, {"fa4": "is not here"}, ("flex",), ceilings)
-    tasks = tasks_for(machine, DUALKV["long"])
-    assert [(name, len(group)) for name, group in tasks] == [("ours", 4)] * 2 + [("flex", 1)] * 8
-
-
 def command(*arguments: str) -> subprocess.Popen[str]:
     """The command in a process of its own, which a test can end."""
     return subprocess.Popen(
@@ -525,60 +484,56 @@ def test_a_run_that_is_killed_leaves_its_rows(tmp_path):
     assert found.rows[0].time_ms("ours") > 0
 
 
-def test_warming_ends_when_told_to(tmp_path):
-    process = command("gdn", "--quick", "--impl", "ours", "--warm", "2", "--out", str(tmp_path))
-    for line in process.stdout:
-        if "[1/" in line:
-            break
-    process.terminate()
-    assert process.wait(HANG) == 130
+def test_a_run_is_compared_with_the_newest_times_on_record():
+    """By row and implementation, on the same device; ours alone decides."""
+    row, other = Gdn((1, 2), (70,)), Gdn((1, 2), (80,))
+
+    def run(times, device="GPU", of=row, id="gdn-new"):
+        each = [
+            records.Result(name, OK, p50_ms=graph, eager_ms=eager)
+            for name, (graph, eager) in times.items()
+        ]
+        labels = {name: name for name in times}
+        made = records.row_of(of, Work(0.0, 0.0), Ceilings(1.0, 1.0), each)
+        known = {"environment": {}, "versions": {}, "device": device, "labels": labels}
+        made = records.begun("gdn", "cuda", "", rows=(made,), **known)
+        return dataclasses.replace(made, id=id)
+
+    older = run({"ours": (2.0, None)}, id="gdn-1aaa")
+    old = run({"ours": (1.0, 3.0), "fla": (5.0, None)}, id="gdn-2bbb")
+    for times, threshold, status in (
+        ({"ours": (1.02, 3.0), "fla": (9.0, None)}, 3, 0),  # a rival may be slower
+        ({"ours": (1.04, 3.0)}, 3, 1),
+        ({"ours": (1.04, 3.0)}, 5, 0),
+        ({"ours": (0.5, 3.2)}, 3, 1),
+    ):
+        text, found = tables.compared(run(times), [older, old], threshold)
+        assert found == status
+        assert "2bbb" in text
+        assert "1aaa" not in text
+        assert (tables.SLOWER in text) == bool(status)
+    text, _ = tables.compared(run({"fla": (4.0, 1.0)}), [older, old], 3)
+    cells = [cell.strip() for cell in text.splitlines()[-1].split("|")]
+    assert cells[3:8] == ["graph", "5.00", "4.00", "0.800", "2bbb"]
+    for nothing in (run({"ours": (1.0, 1.0)}, "another"), run({"ours": (1.0, 1.0)}, of=other)):
+        text, found = tables.compared(nothing, [older, old], 3)
+        assert (found, "nothing to compare with" in text) == (2, True)
+    assert tables.compared(old, [old], 3)[1] == 2  # itself
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([".", "gdn:nothing"], "gdn:nothing; need FAMILY:SET, or FAMILY and --lengths; one of"),
-        ([".", "gdn"], "gdn; need FAMILY:SET, or FAMILY and --lengths; one of ['anchors'"),
-        ([".", "nothing"], "a family of ['conv', 'dualkv'"),
-        ([".", "gdn", "--lengths", "8", "--only", "x"], "--only x and --direction leave no workl"),
-        ([".", "gdn:anchors", "--lengths", "8"], "or the like of a set; need FAMILY without a set"),
-        (["nowhere", "gdn", "--lengths", "8", "--heads", "3/4"], "need FEW/MANY"),
-    ],
+    ("against", "status"),
+    [("2026-11-28,new_lengths", 2), ("nonsense-of-records", None)],
 )
-def test_revisions_says_what_is_in_the_way(arguments, said, capsys):
-    """These ended in tracebacks."""
-    with pytest.raises(SystemExit):
-        revisions.parse(arguments)
-    assert said in capsys.readouterr().err
-
-
-def test_revisions_takes_sets_directions_and_shapes_as_the_benchmark_does():
-    def names(*arguments):
-        return [workload.name for workload in revisions.parse([".", *arguments]).workloads]
-
-    assert len(names("gdn:anchors", "gdn:decode")) == 27 + 36
-    assert len(names("gdn:anchors", "--direction", "bwd", "--only", "*4x8*")) == 3
-    assert names("gdn", "gdn:cpu", "--lengths", "32768x1", "--direction", "fwd") == [
-        "gdn-fwd-16x32-32768x1-published-h0", "gdn-fwd-16x16-4096x1-model"
-    ]  # fmt: skip
-
-
-def test_revisions_needs_checkouts_and_a_gpu():
-    """These ended in tracebacks, too."""
-    here = str(records.ROOT)
-    with pytest.raises(SystemExit, match="nowhere is not a checkout; need a folder with qla_kern"):
-        revisions.main([here, "gdn", "--lengths", "8", "--against", "nowhere"])
+def test_the_command_compares_with_records(against, status, tmp_path, capsys):
     if torch.cuda.is_available():
-        pytest.skip("there is a GPU: this is the refusal without one")
-    with pytest.raises(SystemExit, match="no GPU; need a Hopper GPU"):
-        revisions.main([here, "gdn", "--lengths", "8", "--against", here])
-
-
-def test_another_checkout_makes_the_same_workload_or_says_what_it_lacks():
-    own = sm90.select(sm90.parse(["dualkv", "--lengths", "4 of 2x40+9", "--head-dim", "64"]))
-    own += sm90.select(sm90.parse(["gdn", "--lengths", "1x9", "--direction", "decode,pool_decode"]))
-    for workload in (*own, *(w for sets in sm90.SETS.values() for s in sets.values() for w in s)):
-        module, name, fields = json.loads(json.dumps(revisions.described(workload)))
-        assert revisions.made(module, name, fields) == workload
-    with pytest.raises(TypeError, match="head_room"):
-        revisions.made(module, name, {**fields, "head_room": 3})
+        pytest.skip("there is a GPU: this is the path without one")
+    command = ["conv", "--lengths", "8", "--impl", "ours", "--direction", "fwd"]
+    command += ["--against", against, "--out", str(tmp_path)]
+    if status is None:
+        with pytest.raises(SystemExit):
+            sm90.main(command)
+        assert "nonsense-of-records: no record matches" in capsys.readouterr().err
+    else:
+        assert sm90.main(command) == status
+        assert "nothing to compare with: no record of these rows on" in capsys.readouterr().out

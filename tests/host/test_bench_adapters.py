@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from benchmarks.families import SETS
-from benchmarks.gdn import ours as ours_gdn
-from benchmarks.gdn.ours import Ours
+from benchmarks.gdn.ours import Ours, ours
 from benchmarks.gdn.problem import gdn_inputs, gdn_truth
 from benchmarks.gdn.rivals import FLA, Definition, FlashInfer, FlashQLA
 from benchmarks.gdn.workloads import Gdn
@@ -108,7 +107,10 @@ def test_ours_on_cpu_tensors(direction):
     assert judged(Ours(), small(direction)).complaint is None
 
 
-@pytest.mark.parametrize("adapter", ours_gdn.ours(), ids=lambda x: x.name)
+BY_NAME = {way.name: way for way in ours()}
+
+
+@pytest.mark.parametrize("adapter", BY_NAME.values(), ids=BY_NAME)
 @pytest.mark.parametrize("direction", ["fwd", "bwd", "both"])
 def test_our_low_level_calls(direction, adapter):
     """What is timed on a GPU; the calls take CPU tensors, too."""
@@ -156,11 +158,9 @@ def test_a_stand_in_notices_a_missing_conversion(every_head_size, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("adapter", "asked"),
-    [(ours_gdn.Ours(), {None}), (ours_gdn.OursKept(), {True}), (ours_gdn.OursAlone(), {False})],
-    ids=lambda x: getattr(x, "name", None),
+    ("name", "asked"), [("ours", {None}), ("ours_kept", {True}), ("ours_alone", {False})]
 )
-def test_what_a_backward_of_ours_gets_from_its_forward(adapter, asked, monkeypatch):
+def test_what_a_backward_of_ours_gets_from_its_forward(name, asked, monkeypatch):
     """Alone it has what a training step's backward has, unless the adapter says otherwise."""
     heard, given = [], []
 
@@ -179,6 +179,7 @@ def test_what_a_backward_of_ours_gets_from_its_forward(adapter, asked, monkeypat
     monkeypatch.setattr(ops, "gdn_bwd", gdn_bwd)
     workload = small("bwd")
     inputs = gdn_inputs(workload, CPU, torch.float32)
+    adapter = BY_NAME[name]
     adapter._low_level(workload, inputs).run()
     assert (set(heard), given) == (asked, [0 if asked == {False} else 8])
     if None in asked:  # as in a step
@@ -210,8 +211,7 @@ def test_without_a_gpu_it_is_said_whether_a_library_is_installed(monkeypatch, tm
     library = tmp_path / "a_rival"
     library.mkdir()
     (library / "__init__.py").write_text("raise RuntimeError('no GPU')")
-    rival = FlashQLA()
-    monkeypatch.setattr(rival, "module", "a_rival.ops", raising=False)
+    rival = FlashQLA(module="a_rival.ops")
     assert rival.missing() == f"not installed, and needs a CUDA device; {INSTALLING}"
     monkeypatch.syspath_prepend(tmp_path)
     assert rival.missing() == "installed; needs a CUDA device"
@@ -252,11 +252,8 @@ def _imported(path, tree):
         yield of.with_suffix(".py")
 
 
-def test_a_library_that_fails_on_import_is_missing_with_its_reason(monkeypatch):
-    class Broken(Ours):
-        module = "tests.host.no_such_module"
-
-    assert "ModuleNotFoundError" in Broken().missing()
+def test_a_library_that_fails_on_import_is_missing_with_its_reason():
+    assert "ModuleNotFoundError" in Ours(module="tests.host.no_such_module").missing()
 
 
 def test_what_is_for_one_question_only_is_left_out_unless_it_is_named(monkeypatch):

@@ -11,12 +11,11 @@ from torch.nn.attention import flex_attention
 from benchmarks import sm90
 from benchmarks.attention import problem
 from benchmarks.attention import rivals as adapters
-from benchmarks.attention.ours import OursDualKV, OursDualKVRepeatable, OursSparse
+from benchmarks.attention.ours import OursDualKV, OursSparse, ours
 from benchmarks.attention.problem import attention_inputs, attention_truth, replicas
 from benchmarks.attention.rivals import (
     CudnnAttention,
     FlashAttention4,
-    FlashAttention4Calls,
     FlashAttention4Shared,
     FlexAttention,
     block_mask,
@@ -53,7 +52,7 @@ def attention_verdict(implementation, workload):
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 def test_our_attention(direction):
     shared = SharedPrompts("test", GROUPS[0], direction, heads=(2, 4), head_dim=16)
-    for adapter in (OursDualKV(), OursDualKVRepeatable()):
+    for adapter in ours("dualkv"):
         assert attention_verdict(adapter, shared).complaint is None
     for density in (0.6, 1.0):
         masked = VerticalSlash(512, density, 1, direction=direction, heads=(1, 2), head_dim=16)
@@ -95,11 +94,11 @@ def test_truth_of_a_long_workload_is_of_two_key_heads(monkeypatch):
 
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
-@pytest.mark.parametrize("adapter", [FlashAttention4, FlashAttention4Shared, FlashAttention4Calls])
+@pytest.mark.parametrize("adapter", known("dualkv")[2:5], ids=lambda x: x.name)
 def test_flash_attention_4(adapter, direction, groups):
     workload = SharedPrompts("test", groups, direction, heads=(2, 4), head_dim=16)
     with rivals.installed(**rivals.flash_attn_4()):
-        assert attention_verdict(adapter(), workload).complaint is None
+        assert attention_verdict(adapter, workload).complaint is None
 
 
 @pytest.fixture
@@ -251,16 +250,16 @@ def test_the_calls_alone_merge_nothing_that_is_timed(monkeypatch):
     inputs = attention_inputs(workload, CPU, torch.float32)
     with rivals.installed(**rivals.flash_attn_4()):
         for adapter, timed, collected in (
-            (FlashAttention4Shared, 1, 1),
-            (FlashAttention4Calls, 0, 1),
+            (FlashAttention4Shared(), 1, 1),
+            (FlashAttention4Shared(merges=False), 0, 1),
         ):
             merges.clear()
-            call = adapter().prepare(workload, inputs)
+            call = adapter.prepare(workload, inputs)
             raw = call.run()
             assert len(merges) == timed
             call.collect(raw)
             assert len(merges) == collected
-    assert FlashAttention4Calls.on_request
+    assert known("dualkv")[4].on_request
 
 
 def test_merge_of_disjoint_keys_is_attention_over_all():

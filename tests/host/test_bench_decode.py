@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.gdn.ours import Ours, OursPool, OursTraining
+from benchmarks.gdn.ours import Ours, ours
 from benchmarks.gdn.problem import gdn_inputs, gdn_truth
 from benchmarks.gdn.rivals import FLA, Definition, FlashInfer, FlashQLA
 from benchmarks.gdn.workloads import GDN, Gdn
@@ -11,6 +11,7 @@ from reference import gdn
 from tests.host.rival_stand_ins import installed
 
 CPU = torch.device("cpu")
+_, TRAINING, *_, POOL = ours()
 
 
 def fla_recurrent(
@@ -54,11 +55,11 @@ def test_ours_and_fla_decode_a_batch(count, tokens):
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_our_pool_decodes_the_same_batch_in_every_call(tokens):
     workload = batch(5, tokens)
-    assert complaint_of(OursPool(), workload) is None
-    call = OursPool().prepare(workload, gdn_inputs(workload, CPU, torch.float32))
+    assert complaint_of(POOL, workload) is None
+    call = POOL.prepare(workload, gdn_inputs(workload, CPU, torch.float32))
     first = call.collect(call.run())["o"].clone()
     assert torch.equal(call.collect(call.run())["o"], first)
-    assert OursPool().inapplicable(GDN["forward"][0]) is not None
+    assert POOL.inapplicable(GDN["forward"][0]) is not None
 
 
 def test_operands_in_bf16_and_states_in_fp32():
@@ -97,6 +98,6 @@ def test_a_state_that_is_nearly_right_is_wrong(wrong):
 
 
 def test_who_does_not_decode_says_so():
-    for implementation in (FlashQLA(), FlashInfer(), OursTraining()):
+    for implementation in (FlashQLA(), FlashInfer(), TRAINING):
         assert implementation.inapplicable(GDN["decode"][0]) is not None
     assert Definition().inapplicable(GDN["decode"][0]) is None

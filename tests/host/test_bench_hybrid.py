@@ -16,12 +16,12 @@ from benchmarks.harness.truth import Truth
 from benchmarks.harness.worker import Worker
 from benchmarks.hybrid import layers, mixing, rivals
 from benchmarks.hybrid.layers import layer_inputs, layer_truth, layer_work, passes
-from benchmarks.hybrid.rivals import OursHybrid, Whole
 from benchmarks.hybrid.workloads import HYBRID, PARTS, SHAPES, HybridPart
 
 CPU = torch.device("cpu")
 GROUPS = ((70, (3, 9, 1)), (2, (5,)), (6, ()))  # unequal; a prompt shorter than the convolution
 SMALL = HybridPart("test", GROUPS).reduced(1)
+TREE, WHOLE = rivals.known("hybrid")[:2]
 
 
 def verdict_of(implementation, workload):
@@ -33,7 +33,7 @@ def verdict_of(implementation, workload):
 @pytest.mark.parametrize("part", PARTS)
 def test_packed_and_whole_are_every_sequence_alone(part):
     workload = dataclasses.replace(SMALL, part=part)
-    for adapter in (OursHybrid(), Whole()):
+    for adapter in (TREE, WHOLE):
         verdict = verdict_of(adapter, workload)
         assert verdict.complaint is None
         named = {name.rpartition(".")[2] for name in verdict.errors}
@@ -45,7 +45,7 @@ def test_packed_and_whole_are_every_sequence_alone(part):
 @pytest.mark.parametrize("most", [90, 1])
 def test_passes_add_up(most, monkeypatch):
     monkeypatch.setattr(layers, "most_tokens", lambda device: most)
-    assert verdict_of(Whole(), SMALL).complaint is None
+    assert verdict_of(WHOLE, SMALL).complaint is None
 
 
 def test_passes_are_as_few_as_the_memory_allows():
@@ -65,7 +65,7 @@ class Forgets(mixing.OverTree):
 
 def test_a_lost_halo_is_noticed(monkeypatch):
     monkeypatch.setattr(rivals, "OverTree", Forgets)
-    assert "is off by" in verdict_of(OursHybrid(), SMALL).complaint
+    assert "is off by" in verdict_of(TREE, SMALL).complaint
 
 
 def test_slack_is_times_the_limit():
@@ -77,7 +77,7 @@ def test_slack_is_times_the_limit():
 
 def test_the_worker_times_steps_without_a_graph():
     said = []
-    worker = Worker(said.append, [OursHybrid(), Whole()])
+    worker = Worker(said.append, [TREE, WHOLE])
     assert worker.row(SMALL, ["ours", "whole"], Options(rounds=1, burst_s=0.0))
     results = [m for m in said if isinstance(m, Result)]
     assert [r.status for r in results] == [OK, OK], results

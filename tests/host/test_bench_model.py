@@ -23,7 +23,8 @@ CPU = torch.device("cpu")
 STEPS = [ModelStep(model, (70, 70), small=True) for model in (QWEN, OLMO)]
 PARTS = [replace(step, packed=True) for step in STEPS]
 PARTS += [replace(step, region=True) for step in (STEPS[0], PARTS[0])]
-WAYS = [rivals.Ours(), rivals.OursRule(), rivals.WithPyTorch()]
+BY_NAME = {way.name: way for way in rivals.known("model")}
+WAYS = [BY_NAME[name] for name in ("ours", "ours_rule", "torch")]
 
 
 def verdict_of(implementation, workload):
@@ -69,7 +70,7 @@ def test_each_computes_with_its_own_functions():
     assert plain == {name: f.__wrapped__ for name, f in before.items()}
 
 
-@pytest.mark.parametrize("way", [rivals.WithFLA(), rivals.WithFLAConv()])
+@pytest.mark.parametrize("way", [BY_NAME["fla"], BY_NAME["fla_conv"]])
 def test_libraries_that_transformers_found_compute(way, monkeypatch):
     """By stand-ins: FLA's rule on both ways, and the convolution by whom the way says."""
     inputs = model_inputs(STEPS[0], CPU, torch.float32)
@@ -107,7 +108,7 @@ def test_a_layer_that_ours_changed_is_a_copy():
     swapping = pytest.importorskip("qla_kernels.integrations.transformers")
     home, before = inputs.layers.home, dict(vars(inputs.layers.home))
     rivals.Ours().prepare(STEPS[0], inputs)
-    compiled = rivals.OursCompiled().layers(STEPS[0], inputs)
+    compiled = BY_NAME["ours_compile"].layers(STEPS[0], inputs)
     assert not swapping.whole(inputs.layers.module)
     assert dict(vars(home)) == before
     assert all(layer._compiled_call_impl for layer in compiled.module.layers)
@@ -130,12 +131,12 @@ def test_liger_fuses_a_copy_and_leaves_the_library_alone(monkeypatch):
     liger.apply_liger_kernel_to_qwen3_5 = apply
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
     before = dict(vars(home))
-    layers = rivals.OursLiger().layers(STEPS[0], inputs)
+    layers = BY_NAME["ours_liger"].layers(STEPS[0], inputs)
     assert seen == [layers.module]
     assert layers.module is not inputs.layers.module
     assert dict(vars(home)) == before
-    assert "Liger has no kernels" in rivals.OursLiger().inapplicable(STEPS[1])
-    assert "nothing else" in rivals.OursLiger().inapplicable(MODEL["fla"][0])
+    assert "Liger has no kernels" in BY_NAME["ours_liger"].inapplicable(STEPS[1])
+    assert "nothing else" in BY_NAME["ours_liger"].inapplicable(MODEL["fla"][0])
 
 
 def forgetful(rule):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import sm90
-from benchmarks.gdn.ours import OursPool, OursTraining
+from benchmarks.gdn.ours import ours
 from benchmarks.gdn.rivals import FLA, Definition, FlashQLA
 from benchmarks.gdn.workloads import GDN
 from benchmarks.harness.messages import Options
@@ -268,7 +268,7 @@ def test_who_serves_says_so():
     assert {*names_for("gdn", [GDN["anchors"][0], STEP[0]])} == {
         *usual, "ours_step_two", "vllm", "sglang",
     }  # fmt: skip
-    for other in (FlashQLA(), FLA(), Definition(), OursTraining(), OursPool()):
+    for other in (FlashQLA(), FLA(), Definition(), *ours()[1:]):
         assert other.inapplicable(DECODE[0]) is not None
     for way in rivals.known()[1:]:
         assert way.inapplicable(GDN["decode"][0]) is not None

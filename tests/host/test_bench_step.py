@@ -8,7 +8,7 @@ from benchmarks.harness.problems import problem_of
 from benchmarks.harness.records import OK, Result
 from benchmarks.harness.worker import Worker
 from benchmarks.hybrid import rivals
-from benchmarks.hybrid.rivals import OursApart, OursStep, OursTwoCalls
+from benchmarks.hybrid.rivals import OursStep, in_one
 from benchmarks.hybrid.step import STEPS, DecodeStep, step_inputs, step_truth, step_work
 
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ def verdict_of(implementation, workload=SMALL, dtype=torch.float32, calls=1):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("calls", [1, 20])
 def test_every_way_does_the_same_in_every_call(dtype, calls):
-    for way in (OursStep(), OursTwoCalls(), OursApart()):
+    for way in rivals.known("hybrid")[2:]:
         verdict = verdict_of(way, dtype=dtype, calls=calls)
         assert verdict.complaint is None
         assert set(verdict.errors) == {"o", "ht"}
@@ -47,25 +47,22 @@ def test_states_lie_as_in_a_pool():
         assert step_inputs(workload, CPU, torch.bfloat16).states.is_contiguous()
 
 
-class _OtherSlots(OursStep):
-    def step(self, rows, rule, convolution, z, weight):
-        return super().step(rows.roll(1, 0), rule, convolution, z, weight)
+def other_slots(rows, rule, convolution, z, weight):
+    return in_one(rows.roll(1, 0), rule, convolution, z, weight)
 
 
-class _NoGate(OursStep):
-    def step(self, rows, rule, convolution, z, weight):
-        return super().step(rows, rule, convolution, torch.full_like(z, 30), weight)
+def no_gate(rows, rule, convolution, z, weight):
+    return in_one(rows, rule, convolution, torch.full_like(z, 30), weight)
 
 
-class _WeakBeta(OursStep):
-    def step(self, rows, rule, convolution, z, weight):
-        a, b, *rest = rule
-        return super().step(rows, (a, b - 1, *rest), convolution, z, weight)
+def weak_beta(rows, rule, convolution, z, weight):
+    a, b, *rest = rule
+    return in_one(rows, (a, b - 1, *rest), convolution, z, weight)
 
 
-@pytest.mark.parametrize("wrong", [_OtherSlots, _NoGate, _WeakBeta])
+@pytest.mark.parametrize("wrong", [other_slots, no_gate, weak_beta])
 def test_wrong_steps_are_noticed(wrong):
-    assert "is off by" in verdict_of(wrong()).complaint
+    assert "is off by" in verdict_of(OursStep(step=wrong)).complaint
 
 
 def test_results_do_not_share_memory_with_the_pools():
@@ -79,10 +76,8 @@ def test_results_do_not_share_memory_with_the_pools():
 
 
 def test_who_does_not_decode_says_so():
-    training = {"OursHybrid", "Whole"}
-    for implementation in rivals.known("hybrid"):
-        name = type(implementation).__name__
-        assert (implementation.inapplicable(STEPS[0]) is None) == (name not in training)
+    for way in rivals.known("hybrid"):
+        assert (way.inapplicable(STEPS[0]) is None) == (way.name not in ("ours", "whole"))
 
 
 def test_the_worker_times_steps():

@@ -232,18 +232,6 @@ def test_a_graph_keeps_what_its_calls_read(device):
     assert not any(inputs() is not None for inputs in made)
 
 
-def test_cold_takes_one_call_a_graph_and_fills_the_cache_before_each(device, monkeypatch):
-    filled = []
-    monkeypatch.setattr(
-        "benchmarks.harness.timing._twice_l2",
-        lambda: SimpleNamespace(zero_=lambda: filled.append(1)),
-    )
-    timer = GraphTimer([device.captured(lambda: None)] * 2, cold=True)
-    assert timer.calls_per_step == 1
-    assert len(timer.burst(0.0011)) == 3
-    assert len(filled) == 4
-
-
 def test_a_call_longer_than_a_burst_is_sampled_once(device):
     timer = GraphTimer([device.captured(lambda: None)])
     assert len(timer.burst(0.001)) == 1

@@ -169,7 +169,7 @@ gdn_problem._gate, gdn_problem.normalize = _gates, lambda x, dim: x
 
 def _in_gdn_pool(w: Gdn) -> Run:
     """Of few sequences: a pool fills its memory. Launches do not depend on their number."""
-    return of_adapter(gdn_ours.OursPool(), gdn_inputs, replace(w, lengths=w.lengths[:8]))
+    return of_adapter(gdn_ours.ours()[-1], gdn_inputs, replace(w, lengths=w.lengths[:8]))
 
 
 def _without_lengths(w: Gdn) -> Run:
