@@ -1,10 +1,10 @@
 /* The plan of a batch whose lengths the host knows. Included by launcher.c.
 
    Training has new lengths in every step. To plan six of them for a forward and a backward takes
-   Python 0.5 ms, longer than all launches of the call, and C 3 us. So this file repeats the functions of gdn/lengths.py, times.py, plan.py
-   and choices.py that plan known lengths. They keep their names here and are explained there.
-   Constants come from there, too. tests/native/plans.py compares the answers, which are equal. All
-   of it runs under the GIL, so tables are static.
+   Python 0.5 ms, longer than all launches of the call, and C 3 us. So this file repeats the
+   functions of gdn/lengths.py, times.py, plan.py and choices.py that plan known lengths. They keep
+   their names here and are explained there. Constants come from there, too. tests/native/plans.py
+   compares the answers, which are equal. All of it runs under the GIL, so tables are static.
 
    `lengths` are pairs (chunks, how many have that many), in ascending order of chunks. */
 
@@ -359,11 +359,9 @@ static Plan in_order(Plan p, const Lengths *x, const int64_t *chunks, int64_t n,
     return shared < of.dealt_gain * whole_time(time) ? (Plan){1, 0, -__builtin_inf(), 1} : p;
 }
 
-static int keeps(const Lengths *x, const Shape *s, int64_t room, int64_t keys, double bound,
+static int keeps(const Lengths *x, const Shape *s, int64_t room, int64_t keys, int64_t most,
                  double gradient_bound) {
     static Lengths pieces;
-    int64_t most = forward(x, s, room, bound).segment_chunks;
-    if (!most) return 0;
     int64_t chunk = (int64_t)of.chunk, tokens = chunk * total(x);
     int64_t slots = count_of(x) + tokens / (most * chunk);
     int64_t each = 2 * (2 * keys * s->K + s->heads * (s->V + 1 + chunk)) + 4 * s->heads;
@@ -475,7 +473,7 @@ static PyObject *plans(PyObject *self, PyObject *const *given, Py_ssize_t n) {
     Plan p = forward(&x, &s, room, bound);
     if (x.n > 1) p = in_order(p, &x, chunks, num_bounds - 1, &s, room);
     if (trains) {
-        kept = p.segment_chunks && keeps(&x, &s, room, keys, bound, gradient_bound);
+        kept = p.segment_chunks && keeps(&x, &s, room, keys, p.segment_chunks, gradient_bound);
         if (kept) {
             int64_t slots = tokens / (p.segment_chunks * (int64_t)of.chunk);
             most = tokens / (int64_t)of.chunk / (slots > 1 ? slots : 1);
