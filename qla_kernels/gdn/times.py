@@ -1,9 +1,8 @@
 """The time that the kernels of a call take, by a model: what `plan` compares.
 
-Times are in us, fitted to an H200; those of kernels for K = 256 (WIDE) to an H100. See
-docs/lessons.md. All functions are pure functions of numbers. plans.c repeats those that plans of
-known lengths need; known.py gives it the constants. A `shape` has the value heads, K, V and the
-GPU's number of SMs.
+Times are in us (docs/lessons.md). All functions are pure functions of numbers. plans.c repeats
+those that plans of known lengths need; known.py gives it the constants. A `shape` has the value
+heads, K, V and the GPU's number of SMs.
 """
 
 import bisect
@@ -27,7 +26,7 @@ class ForwardChoice(NamedTuple):
 
 SHARING = ForwardChoice(128, True)  # the one with equal shares, for K with the room SHARED_KEYS
 
-# ---- fitted times, by kernels ----
+# ---- times by kernels, fitted to an H200 ----
 
 # all: a launch; a CTA, before its first chunk and after its last one; a launch in the backward
 LAUNCH, START, SHORT = 4.0, 10.0, 3.5
@@ -72,6 +71,9 @@ PAIR_STEP = {64: (3.15, 3.48), 128: (5.0, 8.1)}
 # CHAIN_STEP's, because the later waves are of chunk_states, whose chunks take less time.
 NEXT_WAVE, LATER_WAVES = 1.0, 0.925
 CHUNK_GRADS = 7.0  # chunk_grads, per chunk and value head on one SM
+
+# ---- times by kernels, for K = 256, fitted to an H100 ----
+
 # wide_fwd, per chunk of a CTA, by columns of V; KB a us that memory gives all CTAs
 WIDE_STEP, WIDE_MEMORY = {128: 2.6, 64: 1.6}, 3250
 WIDE_CUT = 10.0  # segment_plan, and the launches of the kernels below
