@@ -498,8 +498,8 @@ def _in_place_of(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callab
                     return y
                 activation, seq_idx = kwargs.get("activation"), kwargs.get("seq_idx")
                 bounds = kwargs.get("cu_seq_lens_q")
-                x, weight = args[:2]
-                check_apart(x, weight, activation, seq_idx, bounds, follows=KEEPS_APART)
+                weight = args[1] if len(args) > 1 else kwargs["weight"]  # OLMo's layers name it
+                check_apart(args[0], weight, activation, seq_idx, bounds, follows=KEEPS_APART)
                 return theirs(*args, **kwargs)
         return ours(*args, **{name: x for name, x in kwargs.items() if name in known})
 

@@ -51,6 +51,18 @@ def test_rows(layout, biased):
     assert (y - by_torch(x, weight, bias)).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_calls_that_ours_refuses_are_theirs(named, monkeypatch):
+    """OLMo's layers pass the weight by name."""
+    monkeypatch.setattr(swapping, "of_rows", lambda *args, **kwargs: None)
+    run = swapping._in_place_of(
+        lambda x, weight, bias=None, activation=None: by_torch(x, weight), swapping.convolution
+    )
+    x, weight = torch.randn(2, 16, 9), torch.randn(16, 4)
+    args, kwargs = ((x,), {"weight": weight}) if named else ((x, weight), {})
+    assert torch.equal(run(*args, **kwargs, activation="silu"), by_torch(x, weight))
+
+
 def test_a_pack_with_bounds():
     x, weight, bounds = torch.randn(1, 16, 9), torch.randn(16, 4), torch.tensor([0, 2, 7, 9])
     keywords = {"cu_seq_lens_q": bounds, "seq_idx": torch.zeros(1, 9), "cu_seq_lens_k": bounds}
