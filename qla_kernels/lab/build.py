@@ -10,8 +10,8 @@ launcher, FOLDER/launcher.abi3.so. `QLA_PREBUILT=FOLDER` makes qla_kernels use b
 into a wheel that is built with it (hatch_build.py). A kernel whose registers, spills or shared
 memory differ from its schedule is refused.
 
-Kernels that the folder's file already has are not built again if sources and tools are the same, or
-if edited sources have the same digests in digests.json.
+Kernels that the folder's file already has stay in it and are not built again if sources and tools
+are the same, or if edited sources have the same digests in digests.json. All others leave it.
 
 --release fills qla_kernels/prebuilt of a checkout, which is committed with each release. Wheels,
 source distributions and editable installs of the checkout then have the kernels. It refuses to
@@ -307,7 +307,7 @@ def main(arguments: Sequence[str]) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         launcher_in(folder)
         tools = versions(ptxas)
-        old = kept(folder / prebuilt.FILE.format(of_set), found, tools)
+        old = kept(folder / prebuilt.FILE.format(of_set), selected([]), tools)
         missing = [(kernel, v) for kernel, v in found if jit.label(kernel.module, v) not in old]
         kernels = [*old.values(), *build_all(missing, options.workers, ptxas)]
         if options.release:
@@ -317,5 +317,6 @@ def main(arguments: Sequence[str]) -> int:
     except (ValueError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    sys.stdout.write(f"{len(found)} kernels in {path}, {path.stat().st_size / 2**20:.2f} MiB\n")
+    size = f"{path.stat().st_size / 2**20:.2f} MiB, {len(missing)} of them built now"
+    sys.stdout.write(f"{len(kernels)} kernels in {path}, {size}\n")
     return 0

@@ -558,6 +558,13 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if manifest["tilelang"] == digests.lowered_by():
         assert manifest["kernels"][label]["digest"] == digests.recorded()[label]
     assert cubin.startswith(b"\x7fELF")
+    assert build.main(["norm.weight_sums", "dualkv.dq_cast", "--out", str(path.parent)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("3 kernels in ")
+    assert said.endswith(", 1 of them built now\n")
+    assert build.main(["dualkv.dq_cast", "--out", str(path.parent)]) == 0  # others stay
+    assert capsys.readouterr().out.endswith(", 0 of them built now\n")
+    assert prebuilt.opened(path).has("norm.weight_sums-fp32")
     assert b"debug_line" not in cubin
     assert manifest["nvcc"] == jit.nvcc_version()
     assert (folder / "new" / prebuilt.LAUNCHER).exists()
