@@ -143,8 +143,10 @@ def test_sections_in_a_graph_and_compiled():
         return (q * k).float(), v.float()
 
     def step(f=layer) -> list[torch.Tensor]:
-        y = f(x, weight)
-        return [*y, *torch.autograd.grad(y, [x, weight], [torch.ones_like(part) for part in y])]
+        # fresh leaves: autograd waits for the stream on which a leaf was used first
+        leaves = [t.detach().requires_grad_() for t in (x, weight)]
+        y = f(*leaves)
+        return [*y, *torch.autograd.grad(y, leaves, [torch.ones_like(part) for part in y])]
 
     want = step()
     for a, b in zip(step(torch.compile(layer, fullgraph=True)), want, strict=True):

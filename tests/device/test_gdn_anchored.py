@@ -188,6 +188,7 @@ def test_steps_without_a_pause_have_the_same_bits(sequences):
 @pytest.mark.parametrize("kind", ["Qwen3.5", "Qwen3Next"])
 def test_layers_of_a_model(kind, monkeypatch, untuned):
     """A rollout's prefill and decoding give what the training forward gave, layer by layer."""
+    from qla_kernels.integrations import mixers
     from qla_kernels.integrations import transformers as integration
     from tests.tiny_models import VOCABULARY, tiny
 
@@ -205,6 +206,8 @@ def test_layers_of_a_model(kind, monkeypatch, untuned):
     monkeypatch.setitem(integration.SHARED, integration.SHARES, listening)
     monkeypatch.setitem(integration.TAKES, listening, chunk_gated_delta_rule)
     assert integration.swap(model) >= 1
+    for layer in model.modules():  # its layers' own forward, which calls the rule as a function
+        mixers.give_back(layer)
     ids = torch.randint(VOCABULARY, (2, 150), device=GPU)
     model(ids, use_cache=False).logits.sum().backward()
     integration.restore(model)
