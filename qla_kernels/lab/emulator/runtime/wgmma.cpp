@@ -50,20 +50,48 @@ void visit_operands(const Wgmma& w, Visit visit) {
 }
 
 // put(mn, k, value) of every element of a shared operand.
+template <tl::DataType type, class Put>
+void read_operand(uint64_t descriptor, bool mn_major, int rows, int depth, Put put) {
+  constexpr int bytes = bytes_of(type);
+  visit_operand(descriptor, mn_major, bytes, rows, depth, [&](uint32_t address, int mn, int k) {
+    float values[16 / bytes];
+    for (int i = 0; i < 16 / bytes; ++i)
+      values[i] = matrix_element(type, shared_pointer(address + i * bytes));
+    if (mn_major)
+      for (int i = 0; i < 16 / bytes; ++i) put(mn + i, k, values[i]);
+    else
+      for (int i = 0; i < 16 / bytes; ++i) put(mn, k + i, values[i]);
+  });
+}
 template <class Put>
 void read_operand(tl::DataType type, uint64_t descriptor, bool mn_major, int rows, int depth,
                   Put put) {
-  int bytes = bytes_of(type);
-  visit_operand(descriptor, mn_major, bytes, rows, depth, [&](uint32_t address, int mn, int k) {
-    for (int i = 0; i < 16 / bytes; ++i) {
-      float value = matrix_element(type, shared_pointer(address + i * bytes));
-      mn_major ? put(mn + i, k, value) : put(mn, k + i, value);
-    }
-  });
+  using enum tl::DataType;
+  if (type == kBFloat16) read_operand<kBFloat16>(descriptor, mn_major, rows, depth, put);
+  else if (type == kFloat16) read_operand<kFloat16>(descriptor, mn_major, rows, depth, put);
+  else read_operand<kTensorFloat32>(descriptor, mn_major, rows, depth, put);
+}
+
+using Eight = float __attribute__((vector_size(32)));
+
+struct Operands {
+  alignas(32) float a[kRows][kMaxDepth], b[kMaxDepth][kMaxColumns], d[kRows][kMaxColumns];
+};
+
+// d = a b, of 4 rows and 8 `eights` columns.
+template <int eights>
+void multiply(Operands& x, int row, int column, int depth) {
+  Eight sums[4][eights] = {};
+  for (int k = 0; k < depth; ++k) {
+    auto* b = reinterpret_cast<const Eight*>(&x.b[k][column]);
+    for (int r = 0; r < 4; ++r)
+      for (int i = 0; i < eights; ++i) sums[r][i] += x.a[row + r][k] * b[i];
+  }
+  for (int r = 0; r < 4; ++r) std::memcpy(&x.d[row + r][column], sums[r], sizeof sums[r]);
 }
 
 // Thread t of the warpgroup holds rows 16 (t / 32) + t % 32 / 4 and 8 below.
-int row_of(int thread, int half) { return thread / 32 * 16 + thread % 32 / 4 + half * 8; }
+int row_of(int thread) { return thread / 32 * 16 + thread % 32 / 4; }
 
 float register_element(const Wgmma& w, int row, int k) {
   int per = 4 / bytes_of(w.shape.a);  // elements per 32-bit register
@@ -75,32 +103,33 @@ float register_element(const Wgmma& w, int row, int k) {
 }
 
 void execute(const Wgmma& w) {
-  static thread_local float a[kRows][kMaxDepth], b[kMaxDepth][kMaxColumns];
-  static thread_local float d[kRows][kMaxColumns];
+  static thread_local Operands x;
   const WgmmaShape& shape = w.shape;
   visit_operands(w, [&](uint32_t address) {
     if (overwritten(address, w.time)) note(about_overwritten("wgmma", w.where, address));
   });
   if (shape.a_in_registers) {
     for (int m = 0; m < kRows; ++m)
-      for (int k = 0; k < shape.k; ++k) a[m][k] = shape.a_sign * register_element(w, m, k);
+      for (int k = 0; k < shape.k; ++k) x.a[m][k] = shape.a_sign * register_element(w, m, k);
   } else {
     read_operand(shape.a, w.a, shape.a_mn_major, kRows, shape.k,
-                 [&](int m, int k, float value) { a[m][k] = shape.a_sign * value; });
+                 [&](int m, int k, float value) { x.a[m][k] = shape.a_sign * value; });
   }
   read_operand(shape.b, w.b, shape.b_mn_major, shape.n, shape.k,
-               [&](int n, int k, float value) { b[k][n] = shape.b_sign * value; });
-  for (int m = 0; m < kRows; ++m) {
-    std::fill(d[m], d[m] + shape.n, 0.0f);
-    for (int k = 0; k < shape.k; ++k)
-      for (int n = 0; n < shape.n; ++n) d[m][n] += a[m][k] * b[k][n];
+               [&](int n, int k, float value) { x.b[k][n] = shape.b_sign * value; });
+  for (int row = 0; row < kRows; row += 4) {
+    int column = 0;
+    for (; column + 16 <= shape.n; column += 16) multiply<2>(x, row, column, shape.k);
+    if (column < shape.n) multiply<1>(x, row, column, shape.k);
   }
-  for (int t = 0; t < kWarpgroup; ++t)
-    for (int i = 0; i < shape.n / 2; ++i) {  // registers of a thread: 2 columns, 2 rows, next 8
-      float sum = d[row_of(t, i / 2 % 2)][i / 4 * 8 + t % 4 * 2 + i % 2];
-      float& c = w.accumulators[t][i];
-      c = w.unfenced ? NAN : w.accumulate[t] ? c + sum : sum;
-    }
+  for (int t = 0; t < kWarpgroup; ++t) {
+    float* c = w.accumulators[t];
+    if (w.unfenced || !w.accumulate[t]) std::fill(c, c + shape.n / 2, w.unfenced ? NAN : 0.0f);
+    for (int i = 0; i < shape.n / 2; i += 4)  // 2 columns of 2 rows, of every 8 columns
+      for (int half = 0; half < 2; ++half)
+        for (int j = 0; j < 2; ++j)
+          c[i + half * 2 + j] += x.d[row_of(t) + half * 8][i * 2 + t % 4 * 2 + j];
+  }
 }
 
 int my_group() { return current->index / kWarpgroup; }
