@@ -14,7 +14,7 @@ struct MBarrier {
   long loaded = -1;     // the latest phase that a copy fills
   long seen = 0;        // phases that some wait has seen the end of
   uint32_t arrived[kMostWarpgroups] = {};  // time of a warpgroup's last arrival
-  Known told, tells;    // by arrivals; by those of phases that have ended
+  Told told, tells;     // by arrivals; by those of phases that have ended
 
   void arrive();
   void expect(long count) { bytes += count; }

@@ -16,7 +16,7 @@ struct NamedBarrier {
   long phase = 0;
   std::vector<bool> present;  // by thread
   uint32_t warps = 0;
-  Known told, tells;  // as of an mbarrier
+  Told told, tells;   // as of an mbarrier
   std::vector<Use> uses;
 };
 

@@ -54,15 +54,18 @@ struct Pending {
 
 using Products = uint32_t[kMostWarpgroups];  // how many, of each warpgroup
 
+template <size_t n>
+void take_later(uint32_t (&mine)[n], const uint32_t (&others)[n]) {
+  for (size_t i = 0; i < n; ++i) mine[i] = mine[i] > others[i] ? mine[i] : others[i];
+}
+
 // What is known of products: by a thread, which has issued them, has waited for them, or was told;
 // and by what tells it, a barrier or a warp's meeting.
 struct Known {
   Products issued = {}, done = {};
   void join(const Known& other) {
-    for (int i = 0; i < kMostWarpgroups; ++i) {
-      issued[i] = issued[i] > other.issued[i] ? issued[i] : other.issued[i];
-      done[i] = done[i] > other.done[i] ? done[i] : other.done[i];
-    }
+    take_later(issued, other.issued);
+    take_later(done, other.done);
   }
   // Who does not even know that a product was issued was not told to go on behind it.
   bool only_issued(const Products& products) const {
@@ -71,6 +74,23 @@ struct Known {
       any |= done[i] < products[i] && issued[i] >= products[i];
     return any;
   }
+};
+
+// Who writes to shared memory: a warp, or the copies of mbarriers with one number modulo kCopies.
+constexpr int kMostWarps = 32, kCopies = 32, kWriters = kMostWarps + kCopies;
+
+// What is known of writes, by a warp or by what tells it: of each writer, all up to a time.
+struct Written {
+  uint32_t until[kWriters] = {};
+  void join(const Written& other) { take_later(until, other.until); }
+};
+
+// What a barrier tells.
+struct Told {
+  Known known;
+  Written written;
+  void hear();  // from the running thread
+  void tell() const;
 };
 
 // ---- threads ----
@@ -93,6 +113,7 @@ struct Thread {
   uint32_t fenced = 0;  // time of the last proxy fence
   int guard = -1;       // number of the mbarrier that it waited for last
   Known known;
+  Written* written;  // its warp's
   Groups stores, cp_asyncs, wgmmas;
   std::vector<long> wgmmas_committed;  // wgmma instructions issued up to the end of each open group
   long wgmmas_issued = 0;
@@ -114,7 +135,7 @@ struct Block {
   dim3 index, grid, shape;
   Schedule schedule;
   uint64_t random;
-  uint32_t clock = 1;  // counts fences, arrivals, and issues of what reads shared memory later
+  uint32_t clock = 1;  // counts fences, arrivals, loads that land, and issues of what reads later
   std::deque<Thread> threads;
   std::deque<Pending> pending;
   const Pending* landing = nullptr;  // the copy being carried out, when no thread runs
@@ -123,6 +144,7 @@ struct Block {
   std::unordered_map<const void*, void*> static_shared;  // declaration -> array
 
   std::vector<std::vector<std::shared_ptr<Meeting>>> meetings;  // per warp
+  std::vector<Written> written;                                 // per warp
   std::deque<WgmmaQueue> warpgroups;
   std::vector<NamedBarrier> named_barriers;
   std::deque<MBarrier> mbarriers;
@@ -135,6 +157,16 @@ struct Block {
 
 extern thread_local Block* block;     // the block that this host thread runs
 extern thread_local Thread* current;  // the CUDA thread that runs now, if one does
+
+inline void Told::hear() {
+  current->written->until[current->index / kWarp] = block->clock++;
+  known.join(current->known);
+  written.join(*current->written);
+}
+inline void Told::tell() const {
+  current->known.join(known);
+  current->written->join(written);
+}
 
 void suspend();  // back to the scheduler; returns when the thread is picked again
 

@@ -1,13 +1,16 @@
 // Shared memory of the running block: static arrays, then the dynamic buffer, then a page that
 // faults. It starts out as bytes 0xff, which is NaN in every format.
 //
-// Every 16 bytes have a note of the last write: build.py has g++ call __asan_store* before each
+// Every 16 bytes have a note of the last write: build.py has g++ call __tsan_* before each load and
 // store of a kernel. The time is that of Block::clock, which fences, arrivals and issues move on.
 // The guard is the mbarrier that the writer waited for last: in a ring, the slot's `free`. Whoever
 // arrives at it gives the slot away.
 //
 // They also have a note of the last product of each warpgroup that reads them. Who writes to them and
 // knows that it was issued must know that it is done: see Known.
+//
+// Every 4 bytes have a stamp of the last write: who reads them must know of it. Threads of one warp
+// are not told apart.
 #pragma once
 
 #include "scheduler.h"
@@ -21,6 +24,15 @@ struct Write {
   int16_t thread = kCopy, guard = -1;
 };
 
+struct Stamp {
+  static constexpr int kBytes = 4;
+  static const Stamp kSeveral;             // parts of the 4 bytes by several writers, in any order
+  static constexpr uint32_t kLatest = (1u << 26) - 1;  // or later
+  uint32_t writer : 6 = 0, time : 26 = 0;  // none at time 0
+  bool operator==(const Stamp&) const = default;
+};
+inline constexpr Stamp Stamp::kSeveral{1, 0};
+
 struct Reads {
   Products products = {};
 };
@@ -32,6 +44,7 @@ struct SharedMemory {
   uint32_t static_bytes = 0;  // in use by the running block
   std::vector<Write> writes = {};  // of each 16 bytes, the last
   std::vector<Reads> reads = {};   // of each 16 bytes
+  std::vector<Stamp> stamps = {};  // of each 4 bytes
   uint8_t* dynamic() const { return begin + kStaticCapacity; }
   uint8_t* end() const { return dynamic() + dynamic_bytes; }
 };
@@ -43,22 +56,52 @@ struct SharedWindow {
 };
 extern thread_local SharedWindow shared_window;
 
-// Who writes: a thread, or a copy that it has issued.
+// Who writes: a thread, or a copy that it has issued; with `copy`, of the mbarriers of a number.
 struct Writer {
   int thread, guard;
   Known known;
+  int copy = -1;
 };
 
 [[noreturn]] void report_race(const Writer& writer, size_t piece);
 
-inline void note_write(const void* shared, size_t bytes, const Writer& writer, bool copy = false) {
+// Whether nothing orders a write before what the running thread does now.
+inline bool unordered(const Stamp& stamp) {
+  return stamp.time > current->written->until[stamp.writer] &&
+         stamp.writer != uint32_t(current->index / kWarp);
+}
+
+inline void note_write(const void* shared, size_t bytes, const Writer& writer) {
   auto first = size_t(static_cast<const uint8_t*>(shared) - block->shared->begin);
-  size_t last = (first + bytes - 1) / Write::kBytes;
+  size_t last = first + bytes - 1;
+  bool copy = writer.copy >= 0;
   auto thread = int16_t(copy ? Write::kCopy : writer.thread), guard = int16_t(writer.guard);
-  for (size_t i = first / Write::kBytes; i <= last; ++i) {
+  for (size_t i = first / Write::kBytes; i <= last / Write::kBytes; ++i) {
     if (writer.known.only_issued(block->shared->reads[i].products)) report_race(writer, i);
     block->shared->writes[i] = {block->clock, thread, guard};
   }
+  Stamp stamp{uint32_t(copy ? kMostWarps + writer.copy : writer.thread / kWarp),
+              std::min(block->clock, Stamp::kLatest)};
+  Stamp* stamps = block->shared->stamps.data();
+  const Stamp& before = stamps[first / Stamp::kBytes];
+  if (bytes < Stamp::kBytes && (before == Stamp::kSeveral || unordered(before)))
+    stamp = Stamp::kSeveral;
+  std::fill(stamps + first / Stamp::kBytes, stamps + last / Stamp::kBytes + 1, stamp);
+}
+
+[[noreturn]] void report_unordered(uint32_t shared);
+
+inline void note_read(const uint8_t* from, size_t bytes) {
+  auto first = size_t(from - shared_window.begin);
+  for (size_t i = first / Stamp::kBytes; i <= (first + bytes - 1) / Stamp::kBytes; ++i)
+    if (unordered(block->shared->stamps[i])) report_unordered(uint32_t(i) * Stamp::kBytes);
+}
+
+// Of 16 bytes.
+inline bool unordered(uint32_t shared) {
+  const Stamp* stamps = &block->shared->stamps[shared / Write::kBytes * 4];
+  bool same = !std::memcmp(stamps, stamps + 1, 3 * sizeof(Stamp));  // most often
+  return std::any_of(stamps, stamps + (same ? 1 : 4), [](Stamp stamp) { return unordered(stamp); });
 }
 
 // Whether a thread wrote the 16 bytes that the async proxy is about to read, and no fence of it, or
@@ -80,6 +123,7 @@ inline Writer this_thread() { return {current->index, current->guard, current->k
 // given them away since. It may read others, and ignore what it read.
 bool owned(uint32_t shared);
 
+std::string about_unordered(uint32_t shared);
 std::string about_unfenced(const char* reader, const Where& where, uint32_t shared);
 std::string about_overwritten(const char* reader, const Where& where, uint32_t shared);
 

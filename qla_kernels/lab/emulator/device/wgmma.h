@@ -48,7 +48,7 @@ struct Wgmma {
   WgmmaShape shape;
   uint64_t a = 0, b = 0;  // descriptors
   int issued = 0;         // threads that have issued it
-  bool unfenced = false;  // then its numbers are NaN
+  bool invalid = false;   // its numbers are NaN
   uint32_t time = 0;      // at which the last of them did
   Where where;
   const uint32_t* a_registers[kWarpgroup];

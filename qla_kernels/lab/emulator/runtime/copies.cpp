@@ -11,14 +11,27 @@ namespace {
 void note_load(Barrier& barrier) {
   MBarrier& state = barrier.state("load");
   state.loaded = std::max(state.loaded, state.phase);
-  state.told.join(current->known);
+  state.told.hear();
+}
+
+int copies_of(const Barrier& barrier) { return int(barrier.word % kCopies); }
+
+// The bytes of a load are there: its mbarrier tells so.
+void landed(Barrier& barrier, const void* shared, uint32_t bytes, Writer writer) {
+  writer.copy = copies_of(barrier);
+  note_write(shared, bytes, writer);
+  MBarrier& state = barrier.state("load");
+  state.told.written.until[kMostWarps + copies_of(barrier)] = block->clock++;
+  state.complete(bytes);
 }
 
 template <class Land>
 void start_store(uint32_t shared, uint32_t bytes, Land land) {
   constexpr const char* reader = "a TMA store";
-  for (uint32_t i = shared; i < shared + bytes; i += Write::kBytes)
+  for (uint32_t i = shared; i < shared + bytes; i += Write::kBytes) {
+    if (unordered(i)) fail("%s %s", reader, about_unordered(i).c_str());
     if (unfenced(i)) fail("%s", about_unfenced(reader, Where(), i).c_str());
+  }
   Groups& groups = current->stores;
   groups.last_used = groups.open;
   start(Copy::TmaStore, groups.open, [=, issued = ++block->clock] {
@@ -103,8 +116,7 @@ void tma_load(const Box& box, Barrier& barrier) {
       if (global) std::memcpy(shared_pointer(shared), global, bytes);
       else std::memset(shared_pointer(shared), fill, bytes);
     });
-    note_write(shared_pointer(box.shared), box_bytes(*box.map), writer, true);
-    barrier.state("load").complete(box_bytes(*box.map));
+    landed(barrier, shared_pointer(box.shared), box_bytes(*box.map), writer);
   });
 }
 
@@ -141,8 +153,7 @@ void bulk_load(void* shared, const void* global, Barrier& barrier, uint32_t byte
   note_load(barrier);
   start(Copy::TmaLoad, 0, [=, &barrier, writer = this_thread()] {
     std::memcpy(shared, global, bytes);
-    note_write(shared, bytes, writer, true);
-    barrier.state("load").complete(bytes);
+    landed(barrier, shared, bytes, writer);
   });
 }
 
@@ -192,7 +203,9 @@ void arrive_after_cp_async(Barrier& barrier) {
   issuer->cp_asyncs.last_waited = group;
   start(Copy::CpAsyncArrive, group, [=, &barrier] {
     finish(issuer, Copy::CpAsync, group);
-    barrier.state("cp.async arrive").arrive();
+    MBarrier& state = barrier.state("cp.async arrive");
+    state.told.written.until[issuer->index / kWarp] = block->clock++;
+    state.arrive();
   });
 }
 

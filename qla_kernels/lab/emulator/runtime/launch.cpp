@@ -7,6 +7,7 @@
 #include <csignal>
 #include <cstring>
 #include <mutex>
+#include <set>
 #include <sys/mman.h>
 #include <thread>
 #include <unistd.h>
@@ -132,6 +133,7 @@ void run_blocks(const Kernel& kernel, dim3 grid, dim3 shape, uint32_t shared_byt
     shared.static_bytes = 0;
     shared.writes.assign(size / Write::kBytes + 1, {});
     shared.reads.assign(size / Write::kBytes + 1, {});
+    shared.stamps.assign(size / Stamp::kBytes + 4, {});
     shared_window = {shared.begin, size};
     Block block(index, grid, shape, schedule_of(options.seed + i), options.seed + i);
     block.shared = &shared;
@@ -201,10 +203,10 @@ void print(const char* message, const std::string& what) {
          current->index, message, what.c_str());
 }
 
-void note(const std::string& text) {
-  static std::atomic<bool> noted;
-  if (noted.exchange(true)) return;
+void note(const Where& where, const std::string& text) {
+  static std::set<unsigned> lines;
   std::lock_guard lock(printing);
+  if (!lines.insert(where.line()).second) return;
   printf("%s: %s\n", block_name(*block).c_str(), text.c_str());
 }
 

@@ -47,9 +47,10 @@ bool past_time_limit();
 [[noreturn]] void stop(const std::string& message, const std::string& who = "");
 std::string culprit();  // ", thread 5": who runs now
 
-// Prints a mistake of a product, once a launch. It is one only if the numbers are used: a kernel may
-// multiply a slot that is not its own, and ignore the product, where a branch would cost more.
-void note(const std::string& text);
+// Prints a mistake of a product, once a launch and line. It is one only if the numbers are used: a
+// kernel may multiply a slot that is not its own, and ignore the product, where a branch would cost
+// more.
+void note(const Where& where, const std::string& text);
 
 uint8_t* map_guarded(size_t bytes, size_t alignment, int file = -1, long offset = 0);
 

@@ -140,6 +140,11 @@ std::string place(uint32_t shared) {
                   : format("byte %ld of dynamic shared memory", long(byte));
 }
 
+std::string writer_of(uint32_t shared) {
+  const Write& write = block->shared->writes[shared / Write::kBytes];
+  return write.thread == Write::kCopy ? "a copy" : format("thread %d", write.thread);
+}
+
 std::string ranges(const std::vector<int>& numbers) {
   std::string text;
   for (size_t i = 0, j; i < numbers.size(); i = j + 1) {
@@ -154,9 +159,12 @@ std::string ranges(const std::vector<int>& numbers) {
 Block::Block(dim3 index, dim3 grid, dim3 shape, Schedule schedule, uint64_t seed)
     : index(index), grid(grid), shape(shape), schedule(schedule),
       random(seed * 0x9e3779b97f4a7c15 + 0x139408dcbbf7a44),
-      threads(size()), meetings((size() + kWarp - 1) / kWarp),
+      threads(size()), meetings((size() + kWarp - 1) / kWarp), written(meetings.size()),
       warpgroups((size() + kWarpgroup - 1) / kWarpgroup), named_barriers(kNamedBarriers) {
-  for (int i = 0; i < size(); ++i) threads[i].index = i;
+  for (int i = 0; i < size(); ++i) {
+    threads[i].index = i;
+    threads[i].written = &written[i / kWarp];
+  }
 }
 Block::~Block() = default;
 
@@ -252,12 +260,18 @@ std::string about_unfenced(const char* reader, const Where& where, uint32_t shar
 }
 
 std::string about_overwritten(const char* reader, const Where& where, uint32_t shared) {
-  int thread = block->shared->writes[shared / Write::kBytes].thread;
-  std::string writer = thread == Write::kCopy ? "a copy" : format("thread %d", thread);
   return format("%s%s still reads %s, and %s has overwritten it: a slot was released before the "
                 "wait, or read before it was full", reader, at(where).c_str(),
-                place(shared).c_str(), writer.c_str());
+                place(shared).c_str(), writer_of(shared).c_str());
 }
+
+std::string about_unordered(uint32_t shared) {
+  return format("reads %s, and no barrier says that %s has written it: wait at the mbarrier, or at "
+                "the named barrier, where the writer arrives behind its write",
+                place(shared).c_str(), writer_of(shared).c_str());
+}
+
+void report_unordered(uint32_t shared) { fail("%s", about_unordered(shared).c_str()); }
 
 void report_race(const Writer& writer, size_t piece) {
   const Products& reads = block->shared->reads[piece].products;
@@ -288,22 +302,54 @@ void* allocate_static_shared(size_t bytes, size_t alignment) {
 
 }  // namespace emu
 
-// What g++ calls before a store. Stores to other memory than shared are none of our business.
-#define EMU_STORE(N)                                                          \
-  extern "C" void __asan_store##N##_noabort(const uint8_t* to) {          \
-    if (size_t(to - emu::shared_window.begin) < emu::shared_window.bytes)     \
-      emu::note_write(to, N, emu::this_thread());                             \
-  }
-EMU_STORE(1)
-EMU_STORE(2)
-EMU_STORE(4)
-EMU_STORE(8)
-EMU_STORE(16)
-#undef EMU_STORE
-extern "C" void __asan_storeN_noabort(const uint8_t* to, size_t bytes) {
-  if (bytes && size_t(to - emu::shared_window.begin) < emu::shared_window.bytes)
-    emu::note_write(to, bytes, emu::this_thread());
+// What g++ calls before a load and a store of a kernel, and in place of an atomic operation. Other
+// memory than shared is none of our business.
+namespace {
+
+bool is_in_window(const void* from) {
+  return size_t(static_cast<const uint8_t*>(from) - emu::shared_window.begin) <
+         emu::shared_window.bytes;
 }
-extern "C" void __asan_handle_no_return() {}
-extern "C" void __asan_before_dynamic_init(const char*) {}
-extern "C" void __asan_after_dynamic_init() {}
+void reads(const void* from, size_t bytes) {
+  if (is_in_window(from)) emu::note_read(static_cast<const uint8_t*>(from), bytes);
+}
+void writes(const void* to, size_t bytes) {
+  if (is_in_window(to)) emu::note_write(to, bytes, emu::this_thread());
+}
+
+}  // namespace
+
+extern "C" {
+#define EMU_ACCESS(N)                                                          \
+  void __tsan_read##N(const void* from) { reads(from, N); }                    \
+  void __tsan_write##N(const void* to) { writes(to, N); }
+#define EMU_UNALIGNED_ACCESS(N)                                                \
+  EMU_ACCESS(N)                                                                \
+  void __tsan_unaligned_read##N(const void* from) { reads(from, N); }          \
+  void __tsan_unaligned_write##N(const void* to) { writes(to, N); }
+EMU_ACCESS(1)
+EMU_UNALIGNED_ACCESS(2)
+EMU_UNALIGNED_ACCESS(4)
+EMU_UNALIGNED_ACCESS(8)
+EMU_UNALIGNED_ACCESS(16)
+#undef EMU_UNALIGNED_ACCESS
+#undef EMU_ACCESS
+void __tsan_read_range(const void* from, size_t bytes) { reads(from, bytes); }
+void __tsan_write_range(const void* to, size_t bytes) { writes(to, bytes); }
+void __tsan_init() {}
+#define EMU_ATOMIC(N, T)                                                       \
+  T __tsan_atomic##N##_load(const volatile T* from, int) {                     \
+    return __atomic_load_n(from, __ATOMIC_SEQ_CST);                            \
+  }                                                                            \
+  T __tsan_atomic##N##_fetch_add(volatile T* cell, T value, int) {             \
+    return __atomic_fetch_add(cell, value, __ATOMIC_SEQ_CST);                  \
+  }                                                                            \
+  int __tsan_atomic##N##_compare_exchange_weak(volatile T* cell, T* before, T after, int, int) { \
+    return __atomic_compare_exchange_n(cell, before, after, true, __ATOMIC_SEQ_CST, \
+                                       __ATOMIC_SEQ_CST);                      \
+  }
+EMU_ATOMIC(16, uint16_t)
+EMU_ATOMIC(32, uint32_t)
+EMU_ATOMIC(64, uint64_t)
+#undef EMU_ATOMIC
+}

@@ -48,7 +48,7 @@ void name_mbarriers(const char* name, const void* first, int count) {
 static void saw(MBarrier& barrier, uint64_t number) {
   barrier.seen = std::max(barrier.seen, barrier.phase);
   current->guard = int(number);
-  current->known.join(barrier.tells);
+  barrier.tells.tell();
 }
 
 bool owned(uint32_t shared) {
@@ -80,8 +80,8 @@ emu::MBarrier& Barrier::state(const char* operation) {
 
 void Barrier::arrive() {
   emu::MBarrier& barrier = state("arrive");
-  barrier.arrived[emu::current->index / emu::kWarpgroup] = ++emu::block->clock;
-  barrier.told.join(emu::current->known);
+  barrier.told.hear();
+  barrier.arrived[emu::current->index / emu::kWarpgroup] = emu::block->clock;
   barrier.arrive();
 }
 
@@ -147,7 +147,7 @@ void named_barrier(int id, int count, bool wait, Where where) {
   barrier.count = count;
   barrier.present[thread] = true;
   barrier.warps |= 1u << thread / kWarp;
-  barrier.told.join(current->known);
+  barrier.told.hear();
   long phase = barrier.phase;
   if (++barrier.arrived == count) {
     check_use(barrier, id, at(where));
@@ -163,7 +163,7 @@ void named_barrier(int id, int count, bool wait, Where where) {
                return format("waiting at named barrier %d: %d of %d threads are there", id,
                              barrier.arrived, barrier.count) + at(where);
              });
-  current->known.join(barrier.tells);
+  barrier.tells.tell();
 }
 
 // ---- warp meetings ----

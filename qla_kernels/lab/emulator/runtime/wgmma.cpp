@@ -102,11 +102,13 @@ float register_element(const Wgmma& w, int row, int k) {
   return matrix_element(w.shape.a, bytes + k % per * bytes_of(w.shape.a));
 }
 
-void execute(const Wgmma& w) {
+void execute(Wgmma& w) {
   static thread_local Operands x;
   const WgmmaShape& shape = w.shape;
   visit_operands(w, [&](uint32_t address) {
-    if (overwritten(address, w.time)) note(about_overwritten("wgmma", w.where, address));
+    if (!overwritten(address, w.time)) return;
+    note(w.where, about_overwritten("wgmma", w.where, address));
+    w.invalid = true;
   });
   if (shape.a_in_registers) {
     for (int m = 0; m < kRows; ++m)
@@ -124,7 +126,7 @@ void execute(const Wgmma& w) {
   }
   for (int t = 0; t < kWarpgroup; ++t) {
     float* c = w.accumulators[t];
-    if (w.unfenced || !w.accumulate[t]) std::fill(c, c + shape.n / 2, w.unfenced ? NAN : 0.0f);
+    if (w.invalid || !w.accumulate[t]) std::fill(c, c + shape.n / 2, w.invalid ? NAN : 0.0f);
     for (int i = 0; i < shape.n / 2; i += 4)  // 2 columns of 2 rows, of every 8 columns
       for (int half = 0; half < 2; ++half)
         for (int j = 0; j < 2; ++j)
@@ -165,9 +167,10 @@ void issue_wgmma(const WgmmaShape& shape, uint64_t a, const uint32_t* a_register
       if (owned(address))
         block->shared->reads[address / Write::kBytes].products[my_group()] =
             uint32_t(queue.lines.size());
-      if (!unfenced(address)) return;
-      note(about_unfenced("wgmma", where, address));
-      w.unfenced = true;
+      if (unordered(address)) note(where, "wgmma" + at(where) + " " + about_unordered(address));
+      else if (unfenced(address)) note(where, about_unfenced("wgmma", where, address));
+      else return;
+      w.invalid = true;
     });
   }
   if (++w.issued == kWarpgroup) w.time = ++block->clock;
