@@ -27,7 +27,8 @@ from qla_kernels.gdn.prefill import launch as launch_prefill
 from qla_kernels.gdn.prefill.ops import Prefill
 from qla_kernels.gdn.sharded import exchange
 from qla_kernels.gdn.sharded import launch as launch_shards
-from qla_kernels.gdn.sharded.ops import Arriving, ShardPlace
+from qla_kernels.gdn.sharded.layouts import ShardPlace
+from qla_kernels.gdn.sharded.ops import Arriving
 from qla_kernels.gdn.times import ForwardChoice
 
 # Of three sequences, in so many tokens: gates of two heads end at whole 16 bytes, as then does what

@@ -13,8 +13,8 @@ from qla_kernels.gdn.ops import GdnBackward
 from qla_kernels.gdn.sharded import context as contexts
 from qla_kernels.gdn.sharded import exchange
 from qla_kernels.gdn.sharded import launch as launch_shards
-from qla_kernels.gdn.sharded.layouts import CONTIGUOUS, STRETCHES, held_by
-from qla_kernels.gdn.sharded.ops import Arriving, ShardPlace
+from qla_kernels.gdn.sharded.layouts import CONTIGUOUS, STRETCHES, ShardPlace, held_by
+from qla_kernels.gdn.sharded.ops import Arriving
 from tests.gdn_calls import Call
 
 

@@ -4,8 +4,8 @@ Reading order:
     api.py, low_level.py        the public functions: with autograd, and one direction at a time
     keywords.py, validate.py    checks of keyword arguments; checks of tensors, and refusals
     contents.py                 checks of tensor values, which run under QLA_CHECK=1
-    autograd.py, ops.py         the torch.autograd.Functions and the torch.library operators
-    cpu.py                      the operators on CPU tensors: the reference
+    autograd.py                 the torch.autograd.Functions
+    ops.py                      the torch operators, and what runs CPU tensors: the reference
     launch/, kernels/           the operators on CUDA tensors: host code and device code
     lengths.py, times.py        chunks of sequences and segments; a model of what kernels take
     plan.py, bands.py           where to cut and which kernel, for lengths that are known or not

@@ -12,7 +12,8 @@ from torch import Tensor
 from qla_kernels.gdn import ops
 from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
 from qla_kernels.gdn.sharded import ops as shard_ops
-from qla_kernels.gdn.sharded.ops import Arriving, ShardPlace
+from qla_kernels.gdn.sharded.layouts import ShardPlace
+from qla_kernels.gdn.sharded.ops import Arriving
 from qla_kernels.gdn.validate import OP
 from qla_kernels.runtime.derivatives import refuse_second_derivative
 from qla_kernels.runtime.programs import Programs

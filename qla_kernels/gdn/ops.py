@@ -1,31 +1,29 @@
-"""The torch.library operators: their fake implementations, and their CPU and CUDA functions.
+"""The operators: their signatures, and what runs CPU tensors, which is the reference.
 
     gdn_fwd, gdn_bwd         the gated delta rule, with the activations of g and beta inside
     l2norm_fwd, l2norm_bwd   the normalisation of q and k before it
 
 The arguments of gdn_fwd are the fields of Call and Options; gdn_bwd has those of SavedForward and
-Incoming between them. The functions here take these records. CPU tensors go to cpu.py and CUDA
-tensors to launch/forward.py. Each of these modules has a function for every operator, with the
-operator's name, arguments and results. A module is imported when an operator is first called with
-its kind of tensor. Results that were not asked for are None, and no result shares memory with an
-argument.
+Incoming between them. CUDA tensors go to launch/forward.py, which has functions of the same names.
+Results that were not asked for are None, and no result shares memory with an argument.
 
 The operators have no autograd formula: api.py applies the Functions of autograd.py. A policy for
 selective activation checkpointing names the operator `torch.ops.qla_kernels.gdn_fwd.default`.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from qla_kernels.gdn import contents
 from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
+from qla_kernels.gdn.contents import check_contents
 from qla_kernels.gdn.shapes import key_room
 from qla_kernels.gdn.validate import OP
-from qla_kernels.runtime.contents import checks_contents
-from qla_kernels.runtime.op import define_direct, define_on_records, implementations
+from qla_kernels.runtime.contents import check_bounds
+from qla_kernels.runtime.cpu import reference
+from qla_kernels.runtime.op import op
 from qla_kernels.tile.constants import CHUNK
 
 
@@ -93,19 +91,8 @@ def like(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def checked(run: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
-    """Returns `run`, an implementation, preceded by `check` under QLA_CHECK=1."""
-
-    def run_checked(*records: Any) -> Any:
-        if checks_contents():
-            check(*records)
-        return run(*records)
-
-    return run_checked
-
-
 def _check_contents(call: Call, *_: Any) -> None:
-    contents.check_contents(OP, call)
+    check_contents(OP, call)
 
 
 def _fake_gdn_fwd(call: Call, options: Options) -> GdnForward:
@@ -156,27 +143,95 @@ def empty_gradients(call: Call, g_cum: Tensor, dh0: Tensor | None) -> GdnBackwar
     )
 
 
-HOMES = "qla_kernels.gdn.launch.forward", "qla_kernels.gdn.cpu"  # for CUDA and CPU tensors
+LAUNCHES = "qla_kernels.gdn.launch.forward"
 
 
-gdn_fwd = define_on_records(
-    "gdn_fwd",
-    (Call, Options),
-    GdnForward,
-    _fake_gdn_fwd,
-    *(checked(run, _check_contents) for run in implementations("gdn_fwd", *HOMES)),
-)
-gdn_bwd = define_on_records(
-    "gdn_bwd",
-    (Call, SavedForward, Incoming, Options),
-    GdnBackward,
-    _fake_gdn_bwd,
-    *implementations("gdn_bwd", *HOMES),
-)
-l2norm_fwd = define_direct("l2norm_fwd", "(Tensor x) -> Tensor", like, *HOMES)
-l2norm_bwd = define_direct(
-    "l2norm_bwd",
-    "(Tensor x, Tensor dy, Tensor? cu_seqlens) -> Tensor",
-    lambda x, *_: like(x),
-    *HOMES,
-)
+@op(LAUNCHES, _fake_gdn_fwd, _check_contents)
+def gdn_fwd(call: Call, options: Options) -> GdnForward:
+    q, k, v, _, _, scale, h0, cu_seqlens, cu_seqlens_cpu, *_ = call
+    gdn, v_first = reference().gdn, options.state_v_first
+    check_bounds(OP, q.shape[1], cu_seqlens, cu_seqlens_cpu)  # always: no device to wait for
+    g, beta = activated(call, options)
+    h0 = swapped(h0, v_first)
+    out = gdn.chunked(q, k, v, g, beta, scale, h0, cu_seqlens, CHUNK)
+    return GdnForward(
+        o=out.o.clone(),  # out.o is a view; autograd forbids in-place changes of one among results
+        final_state=swapped(out.final_state, v_first) if options.output_final_state else None,
+        g_cum=out.g_cum if options.is_train else None,
+        A=out.A if options.is_train else None,
+        h=swapped(out.h, v_first) if options.output_h else None,
+        cp_cache=empty_cache(q, *v.shape[2:]) if options.enable_fwd_cp_cache else [],
+    )
+
+
+@op(LAUNCHES, _fake_gdn_bwd)
+def gdn_bwd(call: Call, saved: SavedForward, incoming: Incoming, options: Options) -> GdnBackward:
+    q, k, v, _, _, scale, h0, cu_seqlens, cu_seqlens_cpu, *_ = call
+    gdn, v_first = reference().gdn, options.state_v_first
+    check_bounds(OP, q.shape[1], cu_seqlens, cu_seqlens_cpu)
+    _, beta = activated(call, options)
+    dht, h0 = swapped(incoming.dht, v_first), swapped(h0, v_first)
+    grads = gdn.chunked_backward(
+        q, k, v, saved.g_cum, beta, saved.A, incoming.do, dht, scale, h0, cu_seqlens, CHUNK
+    )
+    dbeta, dg, dA_log, ddt_bias = raw_gradients(call, options, grads.dbeta, grads.dg)
+    dh0 = swapped(grads.dh0, v_first) if incoming.output_dh0 else None
+    return GdnBackward(grads.dq, grads.dk, grads.dv, dbeta, dg, dh0, dA_log, ddt_bias)
+
+
+def activated(call: Call, options: Options) -> tuple[Tensor, Tensor]:
+    """Returns g and beta with their activations."""
+    gdn, g, beta = reference().gdn, call.g, call.beta
+    if call.A_log is not None:
+        g = gdn.gate(g, call.A_log, call.dt_bias)
+    if options.use_beta_sigmoid_in_kernel:
+        beta = gdn.beta_sigmoid(beta, options.allow_neg_eigval)
+    return g, beta
+
+
+def raw_gradients(
+    call: Call, options: Options, dbeta: Tensor, dg: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Returns the gradients of the caller's beta and g, of A_log and of dt_bias.
+
+    dbeta and dg are those of the activated tensors.
+    """
+    gdn, (dA_log, ddt_bias) = reference().gdn, (None, None)
+    if options.use_beta_sigmoid_in_kernel:
+        beta = _live(call.beta, call.cu_seqlens)
+        dbeta = gdn.beta_sigmoid_backward(beta, dbeta, options.allow_neg_eigval)
+    if call.A_log is not None:
+        g = _live(call.g, call.cu_seqlens)
+        dg, dA_log, ddt_bias = gdn.gate_backward(g, call.A_log, call.dt_bias, dg)
+    return dbeta, dg, dA_log, ddt_bias
+
+
+@op(LAUNCHES)
+def l2norm_fwd(x: Tensor) -> Annotated[Tensor, "like x"]:
+    y: Tensor = reference().gdn.l2norm(x)
+    return y.contiguous()
+
+
+@op(LAUNCHES)
+def l2norm_bwd(x: Tensor, dy: Tensor, cu_seqlens: Tensor | None) -> Annotated[Tensor, "like x"]:
+    dx: Tensor = reference().gdn.l2norm_backward(_live(x, cu_seqlens), dy)
+    return dx.contiguous()
+
+
+def swapped(state: Tensor | None, state_v_first: bool) -> Tensor | None:
+    """Returns a caller's state in the reference's layout [.., K, V], or the reverse.
+
+    Swaps the last two dimensions if state_v_first; otherwise, and for None, returns the argument.
+    """
+    return state.mT.contiguous() if state is not None and state_v_first else state
+
+
+def _live(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Returns x with 0 for tokens of no sequence.
+
+    Such tokens may hold NaN, and their gradient of 0 times NaN would be NaN.
+    """
+    if cu_seqlens is None:
+        return x
+    dead = torch.arange(x.shape[1], device=x.device) >= cu_seqlens[-1]
+    return x.masked_fill(dead.reshape(1, -1, *[1] * (x.dim() - 2)), 0)

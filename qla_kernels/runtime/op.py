@@ -79,11 +79,6 @@ def imported_late(module: str, function: str) -> Callable[..., Any]:
     return lambda *args, **flags: getattr(home(), function)(*args, **flags)
 
 
-def implementations(op: str, cuda: str, cpu: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns the function `op` of two modules, for CUDA and CPU tensors, imported at first use."""
-    return imported_late(cuda, op), imported_late(cpu, op)
-
-
 def define(
     name: str, schema: str, fake: Callable[..., Any], **implementations: Callable[..., Any]
 ) -> Callable[..., Any]:
@@ -129,50 +124,6 @@ def _in_schema(hint: Any) -> str:
     return _IN_SCHEMAS[hint]
 
 
-def define_on_records(
-    name: str,
-    records: Sequence[Any],
-    results: Any,
-    fake: Callable[..., Any],
-    on_cuda: Callable[..., Any],
-    on_cpu: Callable[..., Any],
-) -> Callable[..., Any]:
-    """Defines an operator whose arguments are the fields of records, which are NamedTuple classes.
-
-    `fake` and the implementations take the records, and return an instance of `results`.
-
-    Returns:
-        A function that also takes the records. It skips the dispatcher as `skip_dispatcher` does.
-    """
-    ends = [0]
-    for record in records:
-        ends.append(ends[-1] + len(record._fields))
-    parts = list(zip(records, ends, ends[1:], strict=False))
-
-    def on_fields(run: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *fields: run(*(record(*fields[a:b]) for record, a, b in parts))
-
-    implementations = {"CUDA": on_fields(on_cuda), "CPU": on_fields(on_cpu)}
-    operator = define(
-        name,
-        schema({r.__name__: r for r in records}, results or type(None), {}),
-        on_fields(fake),
-        **implementations,
-    )
-
-    def call(*given: Any) -> Any:
-        run = _short_way(given, on_cuda, on_cpu)
-        if run is not None:
-            return run(*given)
-        fields: tuple[Any, ...] = ()
-        for record in given:
-            fields = (*fields, *record)
-        done = operator(*fields)
-        return done if results in (Tensor, None) else results(*done)
-
-    return call
-
-
 def refuse_backward(name: str, refuse: Callable[..., Any]) -> None:
     """Calls `refuse` when autograd asks for gradients of the operator."""
     torch.library.register_autograd(f"qla_kernels::{name}", refuse, lib=_LIBRARY)
@@ -190,18 +141,6 @@ def skip_dispatcher(
         return (_short_way((args,), on_cuda, on_cpu) or operator)(*args, **flags)
 
     return call
-
-
-def define_direct(
-    name: str, schema: str, fake: Callable[..., Any], cuda: str, cpu: str
-) -> Callable[..., Any]:
-    """Defines an operator that the modules `cuda` and `cpu` implement under its name.
-
-    Returns a function that takes the operator's arguments and skips the dispatcher.
-    """
-    on_cuda, on_cpu = implementations(name, cuda, cpu)
-    operator = define(name, schema, fake, CUDA=on_cuda, CPU=on_cpu)
-    return skip_dispatcher(operator, on_cuda, on_cpu)
 
 
 def _short_way(

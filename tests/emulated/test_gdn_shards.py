@@ -10,7 +10,7 @@ from qla_kernels.gdn import plan
 from qla_kernels.gdn.plan import WARM_LOG_BOUND, Plan
 from qla_kernels.gdn.sharded import exchange
 from qla_kernels.gdn.sharded import launch as launch_shards
-from qla_kernels.gdn.sharded.ops import ShardPlace
+from qla_kernels.gdn.sharded.layouts import ShardPlace
 from qla_kernels.gdn.times import ForwardChoice
 from qla_kernels.lab.selftest.gdn_backward import check as check_gradients
 from qla_kernels.lab.selftest.gdn_forward import check as check_output

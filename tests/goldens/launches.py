@@ -29,7 +29,7 @@ from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.sharded import exchange
 from qla_kernels.gdn.sharded import launch as shard_launch
 from qla_kernels.gdn.sharded import ops as shard_ops
-from qla_kernels.gdn.sharded.ops import ShardPlace
+from qla_kernels.gdn.sharded.layouts import ShardPlace
 from qla_kernels.runtime import device
 from qla_kernels.runtime.native.recording import tensors_in
 from tests.goldens.store import Texts, chosen, printed

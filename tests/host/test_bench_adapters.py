@@ -18,7 +18,7 @@ from benchmarks.harness.records import ROOT
 from benchmarks.rivals import implementations, known
 from benchmarks.serving import engine_functions
 from benchmarks.serving.rivals import VLLM
-from qla_kernels.gdn import cpu, ops
+from qla_kernels.gdn import ops
 from tests.host import rival_stand_ins as rivals
 
 CPU = torch.device("cpu")
@@ -163,17 +163,18 @@ def test_a_stand_in_notices_a_missing_conversion(every_head_size, monkeypatch):
 def test_what_a_backward_of_ours_gets_from_its_forward(name, asked, monkeypatch):
     """Alone it has what a training step's backward has, unless the adapter says otherwise."""
     heard, given = [], []
+    forward, backward = ops.gdn_fwd, ops.gdn_bwd
 
     def gdn_fwd(call, options):
         heard.append(options.enable_fwd_cp_cache)
-        done = cpu.gdn_fwd(call, options)
+        done = forward(call, options)
         return (
             done if heard[-1] is False else done._replace(cp_cache=ops.empty_cache(call.q, 2, 16))
         )
 
     def gdn_bwd(call, saved, *others):
         given.append(len(saved.cp_cache))
-        return cpu.gdn_bwd(call, saved, *others)
+        return backward(call, saved, *others)
 
     monkeypatch.setattr(ops, "gdn_fwd", gdn_fwd)
     monkeypatch.setattr(ops, "gdn_bwd", gdn_bwd)

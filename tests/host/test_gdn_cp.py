@@ -15,7 +15,7 @@ from torch.utils.checkpoint import (
 
 from qla_kernels import Unsupported, chunk_gated_delta_rule, chunk_gated_delta_rule_fwd
 from qla_kernels.gdn import ShardError, build_cp_context
-from qla_kernels.gdn.sharded import cpu as shard_cpu
+from qla_kernels.gdn.sharded import ops as shard_ops
 from qla_kernels.integrations import fla
 from tests.gdn_calls import Call, call, gradients, leaves
 from tests.gdn_shard_ranks import LENGTHS
@@ -138,13 +138,14 @@ def keep(context: object, operator: object, *args: object, **kwargs: object) -> 
 
 
 def test_checkpointing_by_operator_name_exchanges_once(alone, monkeypatch):
-    runs, run = [], shard_cpu.gdn_shard_fwd
+    operator = shard_ops.gdn_shard_fwd
+    runs, run = [], operator.on_cpu
 
     def counted(*given: object) -> object:
         runs.append(1)
         return run(*given)
 
-    monkeypatch.setattr(shard_cpu, "gdn_shard_fwd", counted)
+    monkeypatch.setattr(operator, "on_cpu", counted)
     x = call([30, 40], activations=True)
     del x["initial_state"]
     x["cp_context"] = build_cp_context(x.pop("cu_seqlens"))

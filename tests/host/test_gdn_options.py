@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from qla_kernels.gdn import api, cpu, keywords, low_level, ops
+from qla_kernels.gdn import api, keywords, low_level, ops
 from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
 from qla_kernels.gdn.decode import api as decode_api
 from qla_kernels.gdn.plan import EXACT_LOG_BOUND, WARM_LOG_BOUND
@@ -58,7 +58,9 @@ def test_every_option_is_an_argument(function, without):
 @pytest.mark.parametrize("name", sorted({*Options._fields} - INTERNAL - KEYWORDS))
 def test_every_flag_reaches_the_operator(name, monkeypatch):
     heard = []
-    monkeypatch.setattr(cpu, "gdn_fwd", lambda call, options: heard.append(options) or _done(call))
+    monkeypatch.setattr(
+        ops.gdn_fwd, "on_cpu", lambda call, options: heard.append(options) or _done(call)
+    )
     x = call(sizes=(8, 8))
     flags = {"use_beta_sigmoid_in_kernel": True} if name == "allow_neg_eigval" else {}
     api.chunk_gated_delta_rule(**x, **flags, **{name: True})
@@ -69,9 +71,10 @@ def test_every_flag_reaches_the_operator(name, monkeypatch):
 def test_batch_invariant_reaches_both_directions(invariant, monkeypatch):
     heard = []
     for name in ("gdn_fwd", "gdn_bwd"):
-        run = getattr(cpu, name)
+        operator = getattr(ops, name)
+        run = operator.on_cpu
         told = lambda *given, run=run: heard.append(given[-1].auto_cp) or run(*given)  # noqa: E731
-        monkeypatch.setattr(cpu, name, told)
+        monkeypatch.setattr(operator, "on_cpu", told)
     x = call(sizes=(8, 8))
     x["v"].requires_grad_()
     api.chunk_gated_delta_rule(**x, batch_invariant=invariant)[0].sum().backward()
@@ -91,7 +94,9 @@ def test_batch_invariant_reaches_both_directions(invariant, monkeypatch):
 )
 def test_the_environment_says_what_a_call_does_not(switch, given, option, value, monkeypatch):
     heard = []
-    monkeypatch.setattr(cpu, "gdn_fwd", lambda call, options: heard.append(options) or _done(call))
+    monkeypatch.setattr(
+        ops.gdn_fwd, "on_cpu", lambda call, options: heard.append(options) or _done(call)
+    )
     monkeypatch.setattr(keywords, switch, True)
     api.chunk_gated_delta_rule(**call(sizes=(8, 8)), **given)
     assert heard[0] == Options(**{option: value})

@@ -10,7 +10,7 @@ from qla_kernels import (
     chunk_gated_delta_rule_bwd,
     chunk_gated_delta_rule_fwd,
 )
-from qla_kernels.gdn import cpu
+from qla_kernels.gdn import ops
 from qla_kernels.gdn.plan import EXACT_LOG_BOUND, WARM_LOG_BOUND
 from tests.gdn_calls import call, gradients, leaves
 
@@ -35,13 +35,13 @@ def heard(monkeypatch):
     found = {}
 
     def listen(name):
-        run = getattr(cpu, name)
+        run = getattr(ops, name).on_cpu
 
         def listening(*given):
             found[name] = {key: x for record in given for key, x in record._asdict().items()}
             return run(*given)
 
-        monkeypatch.setattr(cpu, name, listening)
+        monkeypatch.setattr(getattr(ops, name), "on_cpu", listening)
 
     listen("gdn_fwd")
     listen("gdn_bwd")

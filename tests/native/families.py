@@ -45,7 +45,7 @@ from qla_kernels.gdn.shapes import VALUE_KERNELS, leaves_values
 from qla_kernels.gdn.sharded import exchange
 from qla_kernels.gdn.sharded import launch as shard_launch
 from qla_kernels.gdn.sharded import ops as shard_ops
-from qla_kernels.gdn.sharded.ops import ShardPlace
+from qla_kernels.gdn.sharded.layouts import ShardPlace
 from qla_kernels.gdn.tree import autograd as tree
 from qla_kernels.gdn.tree import launch as tree_launch
 from qla_kernels.gdn.tree import ops as tree_ops

@@ -7,18 +7,17 @@ Both change tensors of the pool in place. CUDA tensors go to anchored/launch.py,
 at an operator's first call with one.
 """
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from qla_kernels.gdn import cpu
 from qla_kernels.gdn.anchored.extend import Extension, Slots, extend, live_slots
 from qla_kernels.gdn.call import Call, Options
-from qla_kernels.gdn.ops import checked, l2norm_fwd, state_dtype
+from qla_kernels.gdn.ops import activated, l2norm_fwd, state_dtype
 from qla_kernels.runtime.contents import check_words
 from qla_kernels.runtime.errors import need
-from qla_kernels.runtime.op import Overwritten, define_on_records, imported_late
+from qla_kernels.runtime.op import Overwritten, op
 
 POOL_OP = "GdnPool"
 
@@ -31,24 +30,6 @@ class Rejection(NamedTuple):
     state_indices: Tensor  # [N], as in Extension
     num_tokens: Tensor  # [N] integers
     null_slot: int  # as in Extension
-
-
-@torch.no_grad()
-def _extend_on_cpu(call: Call, pool: Slots, extension: Extension, options: Options) -> Tensor:
-    _check_slots(call, pool, extension)
-    q, k = call.q, call.k
-    if options.use_qk_l2norm_in_kernel:
-        q, k = l2norm_fwd(q), l2norm_fwd(k)
-    g, beta = (x.to(state_dtype(q)) for x in cpu.activated(call, options))
-    return extend(call._replace(q=q, k=k, g=g, beta=beta), pool, extension)
-
-
-@torch.no_grad()
-def _reject_on_cpu(rejection: Rejection) -> None:
-    _check_rejection(rejection)
-    lengths, _, state_indices, num_tokens, null_slot = rejection
-    live = live_slots(state_indices, len(lengths), null_slot)
-    lengths.index_add_(0, state_indices[live].long(), -num_tokens[live].int())
 
 
 def _check_slots(call: Call, pool: Slots, extension: Extension, *_: Any) -> None:
@@ -78,28 +59,24 @@ def _check_indices(state_indices: Tensor, live: Tensor) -> None:
         raise ValueError(need(POOL_OP, got, "different ones, or such of padding", fix))
 
 
-def _fake_extend(call: Call, *_: Any) -> Tensor:
-    return call.v.new_empty(call.v.shape)
+LAUNCHES = "qla_kernels.gdn.anchored.launch"
 
 
-def _fake_reject(*_: Any) -> None:
-    return None
+@op(LAUNCHES, check=_check_slots)
+def gdn_pool_extend(
+    call: Call, pool: Slots, extension: Extension, options: Options
+) -> Annotated[Tensor, "like v"]:
+    _check_slots(call, pool, extension)
+    q, k = call.q, call.k
+    if options.use_qk_l2norm_in_kernel:
+        q, k = l2norm_fwd(q), l2norm_fwd(k)
+    g, beta = (x.to(state_dtype(q)) for x in activated(call, options))
+    return extend(call._replace(q=q, k=k, g=g, beta=beta), pool, extension)
 
 
-ON_CUDA = "qla_kernels.gdn.anchored.launch"
-gdn_pool_extend = define_on_records(
-    "gdn_pool_extend",
-    (Call, Slots, Extension, Options),
-    Tensor,
-    _fake_extend,
-    checked(imported_late(ON_CUDA, "gdn_pool_extend"), _check_slots),
-    _extend_on_cpu,
-)
-gdn_pool_reject = define_on_records(
-    "gdn_pool_reject",
-    (Rejection,),
-    None,
-    _fake_reject,
-    checked(imported_late(ON_CUDA, "gdn_pool_reject"), _check_rejection),
-    _reject_on_cpu,
-)
+@op(LAUNCHES, check=_check_rejection)
+def gdn_pool_reject(rejection: Rejection) -> None:
+    _check_rejection(rejection)
+    lengths, _, state_indices, num_tokens, null_slot = rejection
+    live = live_slots(state_indices, len(lengths), null_slot)
+    lengths.index_add_(0, state_indices[live].long(), -num_tokens[live].int())

@@ -16,17 +16,12 @@ from torch import Tensor
 
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.contents import check_contents
-from qla_kernels.gdn.ops import checked, state_dtype
+from qla_kernels.gdn.ops import state_dtype
 from qla_kernels.runtime import contents
 from qla_kernels.runtime.contents import check_words
 from qla_kernels.runtime.cpu import reference
 from qla_kernels.runtime.errors import Unsupported, need
-from qla_kernels.runtime.op import (
-    Overwritten,
-    define_on_records,
-    imported_late,
-    refuse_backward,
-)
+from qla_kernels.runtime.op import Overwritten, op, refuse_backward
 
 OP = "fused_recurrent_gated_delta_rule"
 VERIFY_OP = "verify_gated_delta_rule"
@@ -71,20 +66,13 @@ class Decoded(NamedTuple):
     final_state: Tensor | None  # as in gdn_fwd's results
 
 
-@torch.no_grad()
-def _recurrent_on_cpu(call: Call, options: Options) -> Decoded:
-    o, final = _recurrence(call, options)
-    return Decoded(o.to(call.v.dtype), final if options.output_final_state else None)
-
-
 def _recurrence(call: Call, options: Options) -> tuple[Tensor, Tensor]:
     """Returns o before it is rounded, and the final states."""
     contents.check_bounds(OP, call.q.shape[1], call.cu_seqlens)
     h0 = call.initial_state
     h0 = h0.mT if options.state_v_first and h0 is not None else h0
-    with torch.autocast("cpu", enabled=False):
-        given = _activated(call, options)
-        o, final = reference().gdn.recurrent(*given, call.scale, h0, call.cu_seqlens)
+    given = _activated(call, options)
+    o, final = reference().gdn.recurrent(*given, call.scale, h0, call.cu_seqlens)
     return o, final.mT.contiguous() if options.state_v_first else final
 
 
@@ -100,23 +88,6 @@ def _activated(call: Call, options: Options) -> tuple[Tensor, Tensor, Tensor, Te
     if options.use_beta_sigmoid_in_kernel:
         beta = gdn.beta_sigmoid(beta, options.allow_neg_eigval)
     return q, k, v, g, beta
-
-
-@torch.no_grad()
-def _slots_on_cpu(call: Call, pool: Pool, options: Options) -> None:
-    o, live = _in_slots(call, pool, options)
-    _clear(o, call, ~live)
-    pool.o.copy_(o)
-
-
-@torch.no_grad()
-def _norm_on_cpu(call: Call, pool: Pool, norm: Norm, options: Options) -> None:
-    o, live = _in_slots(call, pool, options)
-    z, weight, eps, sigmoid, _ = norm
-    with torch.autocast("cpu", enabled=False):
-        y = reference().gdn.gated_rms_norm(o, z.unsqueeze(1), weight, eps, sigmoid)
-    _clear(y, call, ~live)
-    pool.o.copy_(y)
 
 
 def _in_slots(call: Call, pool: Pool, options: Options) -> tuple[Tensor, Tensor]:
@@ -140,49 +111,11 @@ def _clear(o: Tensor, call: Call, sequences: Tensor) -> None:
         o[0, : owner.shape[0]][sequences[owner]] = 0
 
 
-@torch.no_grad()
-def _verify_on_cpu(call: Call, drafts: Drafts, options: Options) -> None:
-    _check_drafts(call, drafts)
-    indices, rows, N = drafts.state_indices, drafts.checkpoint_indices, call.num_sequences
-    slots = indices
-    if indices.dim() == 2:
-        accepted = indices.new_ones(N) if drafts.num_accepted is None else drafts.num_accepted
-        last = accepted.long().clamp(1, max(indices.shape[1], 1)) - 1
-        slots = indices.gather(1, last[:, None])[:, 0]
-    live = slots > drafts.null_slot
-    if rows is not None:
-        live &= rows >= 0
-    pool = drafts.states.mT if options.state_v_first else drafts.states
-    h0 = pool.new_zeros(N, *pool.shape[1:])
-    h0[live] = pool[slots[live].long()]
-    with torch.autocast("cpu", enabled=False):
-        given = _activated(call, options)
-        o, states = reference().gdn.draft_recurrent(
-            *given, drafts.parents, call.scale, h0, call.cu_seqlens
-        )
-    _clear(o, call, ~live)
-    drafts.o.copy_(o)
-    bounds = call.cu_seqlens
-    for n in live.nonzero()[:, 0].tolist():
-        after = states[n] if bounds is None else states[0, bounds[n] : bounds[n + 1]]
-        after = after.mT if options.state_v_first else after
-        if drafts.checkpoints is not None and rows is not None:
-            drafts.checkpoints[rows[n], : len(after)] = after.to(drafts.checkpoints.dtype)
-        elif indices.dim() == 2:
-            for t, slot in enumerate(indices[n, : len(after)].tolist()):
-                if slot > drafts.null_slot:
-                    drafts.states[slot] = after[t].to(drafts.states.dtype)
-
-
 def _fake_recurrent(call: Call, options: Options) -> Decoded:
     q, (HV, V) = call.q, call.v.shape[2:]
     shape = call.num_sequences, HV, *options.state_size(q.shape[-1], V)
     final = q.new_empty(shape, dtype=state_dtype(q)) if options.output_final_state else None
     return Decoded(call.v.new_empty(call.v.shape), final)
-
-
-def _fake_none(*_: Any) -> None:
-    return None
 
 
 def _check_indices(call: Call, pool: Pool, *_: Any) -> None:
@@ -237,42 +170,67 @@ def _no_backward(ctx: Any, *grads: Tensor | None) -> None:
     raise Unsupported(need(OP, "a backward pass", needs, "train with chunk_gated_delta_rule"))
 
 
+LAUNCHES = "qla_kernels.gdn.decode.launch"
+
+
+@op(LAUNCHES, _fake_recurrent, _check_gates)
+def gdn_recurrent(call: Call, options: Options) -> Decoded:
+    o, final = _recurrence(call, options)
+    return Decoded(o.to(call.v.dtype), final if options.output_final_state else None)
+
+
+refuse_backward("gdn_recurrent", _no_backward)
+
+
 def recorded_gdn_recurrent(call: Call, options: Options) -> Decoded:
     """Runs gdn_recurrent by the dispatcher, so that autograd records it and refuses a backward."""
     return Decoded(*torch.ops.qla_kernels.gdn_recurrent(*call, *options))
 
 
-LAUNCHES = "qla_kernels.gdn.decode.launch"
-gdn_recurrent = define_on_records(
-    "gdn_recurrent",
-    (Call, Options),
-    Decoded,
-    _fake_recurrent,
-    checked(imported_late(LAUNCHES, "gdn_recurrent"), _check_gates),
-    checked(_recurrent_on_cpu, _check_gates),
-)
-refuse_backward("gdn_recurrent", _no_backward)
-gdn_recurrent_slots = define_on_records(
-    "gdn_recurrent_slots",
-    (Call, Pool, Options),
-    None,
-    _fake_none,
-    checked(imported_late(LAUNCHES, "gdn_recurrent_slots"), _check_indices),
-    _slots_on_cpu,
-)
-gdn_recurrent_norm = define_on_records(
-    "gdn_recurrent_norm",
-    (Call, Pool, Norm, Options),
-    None,
-    _fake_none,
-    checked(imported_late(LAUNCHES, "gdn_recurrent_norm"), _check_indices),
-    _norm_on_cpu,
-)
-gdn_verify = define_on_records(
-    "gdn_verify",
-    (Call, Drafts, Options),
-    None,
-    _fake_none,
-    checked(imported_late(LAUNCHES, "gdn_verify"), _check_drafts),
-    _verify_on_cpu,
-)
+@op(LAUNCHES, check=_check_indices)
+def gdn_recurrent_slots(call: Call, pool: Pool, options: Options) -> None:
+    o, live = _in_slots(call, pool, options)
+    _clear(o, call, ~live)
+    pool.o.copy_(o)
+
+
+@op(LAUNCHES, check=_check_indices)
+def gdn_recurrent_norm(call: Call, pool: Pool, norm: Norm, options: Options) -> None:
+    o, live = _in_slots(call, pool, options)
+    z, weight, eps, sigmoid, _ = norm
+    y = reference().gdn.gated_rms_norm(o, z.unsqueeze(1), weight, eps, sigmoid)
+    _clear(y, call, ~live)
+    pool.o.copy_(y)
+
+
+@op(LAUNCHES, check=_check_drafts)
+def gdn_verify(call: Call, drafts: Drafts, options: Options) -> None:
+    _check_drafts(call, drafts)
+    indices, rows, N = drafts.state_indices, drafts.checkpoint_indices, call.num_sequences
+    slots = indices
+    if indices.dim() == 2:
+        accepted = indices.new_ones(N) if drafts.num_accepted is None else drafts.num_accepted
+        last = accepted.long().clamp(1, max(indices.shape[1], 1)) - 1
+        slots = indices.gather(1, last[:, None])[:, 0]
+    live = slots > drafts.null_slot
+    if rows is not None:
+        live &= rows >= 0
+    pool = drafts.states.mT if options.state_v_first else drafts.states
+    h0 = pool.new_zeros(N, *pool.shape[1:])
+    h0[live] = pool[slots[live].long()]
+    given = _activated(call, options)
+    o, states = reference().gdn.draft_recurrent(
+        *given, drafts.parents, call.scale, h0, call.cu_seqlens
+    )
+    _clear(o, call, ~live)
+    drafts.o.copy_(o)
+    bounds = call.cu_seqlens
+    for n in live.nonzero()[:, 0].tolist():
+        after = states[n] if bounds is None else states[0, bounds[n] : bounds[n + 1]]
+        after = after.mT if options.state_v_first else after
+        if drafts.checkpoints is not None and rows is not None:
+            drafts.checkpoints[rows[n], : len(after)] = after.to(drafts.checkpoints.dtype)
+        elif indices.dim() == 2:
+            for t, slot in enumerate(indices[n, : len(after)].tolist()):
+                if slot > drafts.null_slot:
+                    drafts.states[slot] = after[t].to(drafts.states.dtype)

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from qla_kernels.gdn.call import Call, Options
-from qla_kernels.gdn.ops import checked
 from qla_kernels.runtime import contents
 from qla_kernels.runtime.contents import check_words
 from qla_kernels.runtime.cpu import reference
 from qla_kernels.runtime.errors import need
-from qla_kernels.runtime.op import Overwritten, define_on_records, imported_late
+from qla_kernels.runtime.op import Overwritten, op
 from qla_kernels.tile.constants import CHUNK
 
 PREFILL_OP = "prefill_gated_delta_rule"
@@ -39,44 +38,6 @@ class Prefill(NamedTuple):
         if self.checkpoint_starts is None:
             return torch.arange(num_sequences, device=self.states.device)
         return self.checkpoint_starts[:num_sequences]
-
-
-@torch.no_grad()
-def _prefill_on_cpu(call: Call, prefill: Prefill, options: Options) -> None:
-    check_places(call, prefill)
-    gdn, null, bounds = reference().gdn, prefill.null_slot, call.cu_seqlens
-    q, k, v, g, beta, scale, *_ = call
-    if call.A_log is not None:
-        g = gdn.gate(g, call.A_log, call.dt_bias)
-    if options.use_beta_sigmoid_in_kernel:
-        beta = gdn.beta_sigmoid(beta, options.allow_neg_eigval)
-    T, N = q.shape[1], call.num_sequences
-    pool, kept = (
-        x.mT if options.state_v_first and x is not None else x
-        for x in (prefill.states, prefill.checkpoints)
-    )
-    assert pool is not None, "the call has one"
-    from_ = prefill.state_indices if prefill.start_indices is None else prefill.start_indices
-    starts = [pool[slot].clone() if slot > null else None for slot in from_.tolist()]
-    entries = prefill.first_entries(N).tolist()
-    prefill.o.zero_()
-    for n, (slot, state) in enumerate(zip(prefill.state_indices.tolist(), starts, strict=True)):
-        row, first, end = n, 0, T
-        if bounds is not None:
-            row, first, end = 0, int(bounds[n]), int(bounds[n + 1])
-        h = None if state is None else state[None]
-        begin, keep = first, _stops(prefill, n, end - first)
-        for entry, stop in enumerate([*keep, None], entries[n]):
-            until = end if stop is None else first + stop
-            at = slice(row, row + 1), slice(begin, until)
-            with torch.autocast("cpu", enabled=False):
-                done = gdn.chunked(q[at], k[at], v[at], g[at], beta[at], scale, h, None, CHUNK)
-            prefill.o[at], h, begin = done.o, done.final_state, until
-            if stop is not None:
-                assert kept is not None, "_stops has none without them"
-                kept[entry] = h[0].to(kept.dtype)
-        if slot > null and h is not None:
-            pool[slot] = h[0].to(pool.dtype)
 
 
 def _stops(prefill: Prefill, n: int, length: int) -> list[int]:
@@ -124,15 +85,38 @@ def check_places(call: Call, prefill: Prefill, *_: Any) -> None:
         raise ValueError(need(PREFILL_OP, got, f"different ones below {room}", fix))
 
 
-def _fake(*_: Any) -> None:
-    return None
-
-
-gdn_prefill = define_on_records(
-    "gdn_prefill",
-    (Call, Prefill, Options),
-    None,
-    _fake,
-    checked(imported_late("qla_kernels.gdn.prefill.launch", "gdn_prefill"), check_places),
-    _prefill_on_cpu,
-)
+@op("qla_kernels.gdn.prefill.launch", check=check_places)
+def gdn_prefill(call: Call, prefill: Prefill, options: Options) -> None:
+    check_places(call, prefill)
+    gdn, null, bounds = reference().gdn, prefill.null_slot, call.cu_seqlens
+    q, k, v, g, beta, scale, *_ = call
+    if call.A_log is not None:
+        g = gdn.gate(g, call.A_log, call.dt_bias)
+    if options.use_beta_sigmoid_in_kernel:
+        beta = gdn.beta_sigmoid(beta, options.allow_neg_eigval)
+    T, N = q.shape[1], call.num_sequences
+    pool, kept = (
+        x.mT if options.state_v_first and x is not None else x
+        for x in (prefill.states, prefill.checkpoints)
+    )
+    assert pool is not None, "the call has one"
+    from_ = prefill.state_indices if prefill.start_indices is None else prefill.start_indices
+    starts = [pool[slot].clone() if slot > null else None for slot in from_.tolist()]
+    entries = prefill.first_entries(N).tolist()
+    prefill.o.zero_()
+    for n, (slot, state) in enumerate(zip(prefill.state_indices.tolist(), starts, strict=True)):
+        row, first, end = n, 0, T
+        if bounds is not None:
+            row, first, end = 0, int(bounds[n]), int(bounds[n + 1])
+        h = None if state is None else state[None]
+        begin, keep = first, _stops(prefill, n, end - first)
+        for entry, stop in enumerate([*keep, None], entries[n]):
+            until = end if stop is None else first + stop
+            at = slice(row, row + 1), slice(begin, until)
+            done = gdn.chunked(q[at], k[at], v[at], g[at], beta[at], scale, h, None, CHUNK)
+            prefill.o[at], h, begin = done.o, done.final_state, until
+            if stop is not None:
+                assert kept is not None, "_stops has none without them"
+                kept[entry] = h[0].to(kept.dtype)
+        if slot > null and h is not None:
+            pool[slot] = h[0].to(pool.dtype)

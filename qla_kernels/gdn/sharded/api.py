@@ -24,8 +24,7 @@ from qla_kernels.gdn.sharded.context import (
     layout_refused,
     place_of,
 )
-from qla_kernels.gdn.sharded.layouts import CONTIGUOUS
-from qla_kernels.gdn.sharded.ops import ShardPlace
+from qla_kernels.gdn.sharded.layouts import CONTIGUOUS, ShardPlace
 from qla_kernels.gdn.validate import (
     OP,
     Gate,

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from qla_kernels.gdn.sharded.context import Facts, group_named
 from qla_kernels.gdn.sharded.gathered import folded, gather, lines, signatures, signed
-from qla_kernels.gdn.sharded.layouts import Stretch
-from qla_kernels.gdn.sharded.ops import ShardPlace
+from qla_kernels.gdn.sharded.layouts import ShardPlace, Stretch
 
 
 class Neighbours(NamedTuple):

@@ -36,7 +36,8 @@ from qla_kernels.gdn.shapes import WIDE
 from qla_kernels.gdn.sharded import links
 from qla_kernels.gdn.sharded.exchange import Neighbours, exchanged, neighbours
 from qla_kernels.gdn.sharded.gathered import lines, signatures
-from qla_kernels.gdn.sharded.ops import Arriving, ShardForward, ShardPlace, facts_of
+from qla_kernels.gdn.sharded.layouts import ShardPlace
+from qla_kernels.gdn.sharded.ops import Arriving, ShardForward, facts_of
 from qla_kernels.gdn.sharded.wide import wide_shard_forward, wide_shard_states
 from qla_kernels.gdn.validate import OP
 from qla_kernels.runtime import device

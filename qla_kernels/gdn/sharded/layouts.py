@@ -72,3 +72,15 @@ def local_bounds(number: int, bounds: Sequence[int], size: int) -> tuple[list[in
     before = number - max(x for x in bounds if x <= begin) // size
     after = (min(x for x in bounds if x >= end) - 1) // size - number
     return [0, *(x - begin for x in inside), size], before, after
+
+
+class ShardPlace(NamedTuple):
+    """The place of this rank's stretches in the sequences that are cut over ranks."""
+
+    group: str  # name of the process group
+    before: list[int]  # of each stretch, as in Stretch
+    after: list[int]
+    front: int  # number of sequences in the first of two stretches
+
+    def stretches(self, num_sequences: int) -> list[Stretch]:
+        return stretches(self.before, self.after, self.front, num_sequences)

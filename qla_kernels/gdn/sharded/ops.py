@@ -3,32 +3,24 @@
     gdn_shard_fwd, gdn_shard_bwd   gdn_fwd and gdn_bwd, with the exchange between ranks inside
 
 They are collective: every rank of a ShardPlace's group calls them, in the same order. A call's
-cu_seqlens are the bounds on this rank, and it has no initial state. CPU tensors go to
-sharded/cpu.py, CUDA tensors to sharded/launch.py.
+cu_seqlens are the bounds on this rank, and it has no initial state. CUDA tensors
+go to sharded/launch.py. On CPU tensors they exchange the reference's links and run the CPU
+operators from the states that result.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from qla_kernels.gdn.call import Call, Options, SavedForward
-from qla_kernels.gdn.ops import GdnBackward, empty_gradients, state_dtype
+from qla_kernels.gdn.call import Call, Incoming, Options, SavedForward
+from qla_kernels.gdn.ops import GdnBackward, empty_gradients, gdn_bwd, gdn_fwd, state_dtype
 from qla_kernels.gdn.sharded.context import Facts
-from qla_kernels.gdn.sharded.layouts import Stretch, stretches
-from qla_kernels.runtime.op import define_on_records, implementations
+from qla_kernels.gdn.sharded.exchange import neighbours
+from qla_kernels.gdn.sharded.layouts import ShardPlace
+from qla_kernels.runtime.cpu import reference
+from qla_kernels.runtime.op import op
 from qla_kernels.tile.constants import CHUNK
-
-
-class ShardPlace(NamedTuple):
-    """The place of this rank's stretches in the sequences that are cut over ranks."""
-
-    group: str  # name of the process group
-    before: list[int]  # of each stretch, as in Stretch
-    after: list[int]
-    front: int  # number of sequences in the first of two stretches
-
-    def stretches(self, num_sequences: int) -> list[Stretch]:
-        return stretches(self.before, self.after, self.front, num_sequences)
 
 
 class Arriving(NamedTuple):
@@ -71,24 +63,77 @@ def _fake_fwd(call: Call, options: Options, shard: ShardPlace) -> ShardForward:
     )
 
 
-def _fake_bwd(
+LAUNCHES = "qla_kernels.gdn.sharded.launch"
+
+
+@op(LAUNCHES, _fake_fwd)
+def gdn_shard_fwd(call: Call, options: Options, shard: ShardPlace) -> ShardForward:
+    _, k, v, g, beta, *_ = call
+    bounds = call.cu_seqlens
+    assert bounds is not None, "a shard has bounds"
+    gdn, num = reference().gdn, len(bounds) - 1
+    if call.A_log is not None:
+        g = gdn.gate(g, call.A_log, call.dt_bias)
+    if options.use_beta_sigmoid_in_kernel:
+        beta = gdn.beta_sigmoid(beta, options.allow_neg_eigval)
+    line, links = neighbours(shard, num, facts_of("forward", call, options)), []
+    for x in line.stretches:
+        link = _no_link(k, v)
+        if x.end > x.first:
+            its = bounds[x.first : x.end + 1]
+            link = gdn.forward_link(k, v, g, beta, its, x.through).mT
+        links.append(link)
+    entered = line.entering(links)
+    firsts = [x.first for x in line.stretches]
+    whole = call._replace(initial_state=_states_at(firsts, entered, links[0], num))
+    done = gdn_fwd.on_cpu(whole, options._replace(state_v_first=True))
+    return ShardForward(done.o, entered, done.g_cum, done.A)
+
+
+# ranks before this one get dh0 from links
+@op(LAUNCHES, lambda call, saved, *_: empty_gradients(call, saved.g_cum, None))
+def gdn_shard_bwd(
     call: Call, saved: SavedForward, arriving: Arriving, options: Options, shard: ShardPlace
 ) -> GdnBackward:
-    return empty_gradients(call, saved.g_cum, None)  # ranks before this one get dh0 from links
+    q, k, v, _, beta, scale, *_ = call
+    bounds, do = call.cu_seqlens, arriving.do
+    assert bounds is not None, "a shard has bounds"
+    gdn, num = reference().gdn, len(bounds) - 1
+    if options.use_beta_sigmoid_in_kernel:
+        beta = gdn.beta_sigmoid(beta, options.allow_neg_eigval)
+    line, links = neighbours(shard, num, facts_of("backward", call, options)), []
+    for x in line.stretches:
+        link = _no_link(k, v)
+        if x.end > x.first:
+            its = bounds[x.first : x.end + 1]
+            link = gdn.backward_link(
+                q, k, v, saved.g_cum, beta, saved.A, do, scale, its, x.through
+            ).mT
+        links.append(link)
+    leaving = line.leaving(links)
+    firsts, lasts = zip(*((x.first, x.end - 1) for x in line.stretches), strict=True)
+    whole = call._replace(initial_state=_states_at(firsts, arriving.entered, links[0], num))
+    dht = _states_at(lasts, leaving, links[0], num)
+    incoming = Incoming(do, dht, output_dh0=False)
+    done: GdnBackward = gdn_bwd.on_cpu(whole, saved, incoming, options._replace(state_v_first=True))
+    return done
 
 
-SHARDED_HOMES = "qla_kernels.gdn.sharded.launch", "qla_kernels.gdn.sharded.cpu"
-gdn_shard_fwd = define_on_records(
-    "gdn_shard_fwd",
-    (Call, Options, ShardPlace),
-    ShardForward,
-    _fake_fwd,
-    *implementations("gdn_shard_fwd", *SHARDED_HOMES),
-)
-gdn_shard_bwd = define_on_records(
-    "gdn_shard_bwd",
-    (Call, SavedForward, Arriving, Options, ShardPlace),
-    GdnBackward,
-    _fake_bwd,
-    *implementations("gdn_shard_bwd", *SHARDED_HOMES),
-)
+def _no_link(k: Tensor, v: Tensor) -> Tensor:
+    """Returns the link of a stretch that has no sequence: zeros, [HV, V + K, K]."""
+    (HV, V), K = v.shape[2:], k.shape[-1]
+    return k.new_zeros(HV, V + K, K, dtype=state_dtype(k))
+
+
+def _states_at(
+    sequences: Sequence[int], states: Tensor | None, link: Tensor, num_sequences: int
+) -> Tensor:
+    """Returns `states`, if any, as those of these sequences, and 0 for all others.
+
+    states: [stretches, HV, V, K]; the result is [num_sequences, HV, V, K].
+    """
+    HV, both, K = link.shape
+    found = link.new_zeros(num_sequences, HV, both - K, K)
+    if num_sequences and states is not None:
+        found[list(sequences)] = states
+    return found

@@ -3,17 +3,26 @@
     gdn_tree_fwd, gdn_tree_bwd   gdn_fwd and gdn_bwd; nodes start from their parents' end states
 
 A call has no initial state and no cu_seqlens: the tables say which tokens a node has, and nodes
-cover all tokens. B is 1. CPU tensors go to tree/cpu.py, CUDA tensors to tree/launch.py.
+cover all tokens. B is 1. CPU tensors run the reference, CUDA tensors tree/launch.py.
 """
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from qla_kernels.gdn.call import Call, Options
-from qla_kernels.gdn.ops import GdnBackward, empty_gradients, state_dtype
+from qla_kernels.gdn.ops import (
+    GdnBackward,
+    activated,
+    empty_gradients,
+    raw_gradients,
+    state_dtype,
+    swapped,
+)
 from qla_kernels.gdn.tree.tables import DeltaTables
-from qla_kernels.runtime.op import define_on_records, implementations
+from qla_kernels.runtime.cpu import reference
+from qla_kernels.runtime.op import op
 from qla_kernels.tile.constants import CHUNK
 
 
@@ -56,24 +65,43 @@ def _fake_fwd(call: Call, tables: DeltaTables, options: Options) -> TreeForward:
     )
 
 
-def _fake_bwd(
+LAUNCHES = "qla_kernels.gdn.tree.launch"
+
+
+@op(LAUNCHES, _fake_fwd)
+def gdn_tree_fwd(call: Call, tables: DeltaTables, options: Options) -> TreeForward:
+    nodes, rows = _tree(tables)
+    g, beta = activated(call, options)
+    done = reference().gdn.tree_chunked(
+        call.q, call.k, call.v, g, beta, nodes, rows, call.scale, CHUNK
+    )
+    states = swapped(done.states, options.state_v_first)
+    assert states is not None, "swapped returns None for None alone"
+    kept = (done.g_cum, done.A) if options.is_train else (None, None)
+    return TreeForward(done.o, states, *kept)
+
+
+@op(LAUNCHES, lambda call, tables, saved, *_: empty_gradients(call, saved.g_cum, None))
+def gdn_tree_bwd(
     call: Call, tables: DeltaTables, saved: SavedTree, incoming: IncomingTree, options: Options
 ) -> GdnBackward:
-    return empty_gradients(call, saved.g_cum, None)
+    gdn, (nodes, rows) = reference().gdn, _tree(tables)
+    states = swapped(saved.states, options.state_v_first)
+    dfinal = swapped(incoming.dfinal, options.state_v_first)
+    done = gdn.TreeForward(saved.g_cum, saved.A, call.v, states)  # its o is not read
+    dstates = None
+    if states is not None and dfinal is not None:
+        dstates = torch.zeros_like(states)
+        dstates[tables.inner.shape[0] :] = dfinal
+    _, beta = activated(call, options)
+    grads = gdn.tree_chunked_backward(
+        call.q, call.k, call.v, beta, done, incoming.do, nodes, rows, dstates, call.scale
+    )
+    gates = raw_gradients(call, options, grads.dbeta, grads.dg)
+    dbeta, dg, dA_log, ddt_bias = gates
+    return GdnBackward(grads.dq, grads.dk, grads.dv, dbeta, dg, None, dA_log, ddt_bias)
 
 
-TREE_HOMES = "qla_kernels.gdn.tree.launch", "qla_kernels.gdn.tree.cpu"
-gdn_tree_fwd = define_on_records(
-    "gdn_tree_fwd",
-    (Call, DeltaTables, Options),
-    TreeForward,
-    _fake_fwd,
-    *implementations("gdn_tree_fwd", *TREE_HOMES),
-)
-gdn_tree_bwd = define_on_records(
-    "gdn_tree_bwd",
-    (Call, DeltaTables, SavedTree, IncomingTree, Options),
-    GdnBackward,
-    _fake_bwd,
-    *implementations("gdn_tree_bwd", *TREE_HOMES),
-)
+def _tree(tables: DeltaTables) -> tuple[Tensor, Tensor]:
+    """Returns nodes and rows as the reference takes them."""
+    return tables.nodes[:, :3].long(), tables.nodes[:, 3].long()
