@@ -28,10 +28,9 @@ from qla_kernels.gdn.validate import (
     check_activations,
     check_tensors,
     refusal,
-    wants_gradients,
 )
 from qla_kernels.runtime.arguments import flag
-from qla_kernels.runtime.derivatives import refuse_forward_mode
+from qla_kernels.runtime.derivatives import wants_gradients
 from qla_kernels.runtime.errors import Unsupported, need
 from qla_kernels.runtime.programs import RECORD, Programs
 from qla_kernels.runtime.sm90 import expect_tensors, require
@@ -229,12 +228,10 @@ def _checked(
     )
     check_activations(OP, v, gate, options)
     require(refusal(q, k, v))
-    call = Call(
+    return Call(
         q, k, v, g, beta, scale_of(OP, scale, q), initial_state, cu_seqlens, cu_seqlens_cpu,
         *gate.parameters(),
     )  # fmt: skip
-    refuse_forward_mode(OP, *call)
-    return call
 
 
 def _of_given(arguments: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:

@@ -15,16 +15,20 @@ from qla_kernels.gdn.keywords import checked_flags, keeping, scale_of, warm_boun
 from qla_kernels.gdn.validate import (
     Gate,
     check_activations,
-    check_state,
     check_tensors,
-    expect_tensor,
     refusal,
 )
 from qla_kernels.runtime.arguments import flag
-from qla_kernels.runtime.derivatives import refuse_forward_mode
 from qla_kernels.runtime.errors import Unsupported, need
+from qla_kernels.runtime.signature import Signature, layouts
 from qla_kernels.runtime.sm90 import dtype_name, expect_tensors, require
 from qla_kernels.tile.constants import CHUNK
+
+OUT = Signature("v [B, T, HV, V]; out [B, T, HV, V] float?")
+BACKWARD = layouts(
+    f"v [B, T, HV, V]; A [B, T, HV, {CHUNK}]; do [B, T, HV, V] float; dht [N, HV, {{K, V}}] float?",
+    "N K",
+)
 
 Cache = tuple[Tensor, ...]  # opaque: `ops.GdnForward` says what is in it
 
@@ -107,12 +111,10 @@ def chunk_gated_delta_rule_fwd(
     check_tensors(op, q, k, v, g, beta, initial_state, *bounds, v_first)
     gate = Gate(flag(op, "use_gate_in_kernel", use_gate_in_kernel), A_log, dt_bias)
     check_activations(op, v, gate, options)
-    if out is not None:
-        expect_tensor(op, "out", out, tuple(v.shape), "[B, T, HV, V]", v.device, floats=True)
+    OUT.check(op, v, out)
     _refuse_shards(op, cp_context)
     scale = scale_of(op, scale, q)
     call = Call(q, k, v, g, beta, scale, initial_state, *bounds, *gate.parameters())
-    refuse_forward_mode(op, *call, out)
     require(
         refusal(
             q, k, v, output_h=options.output_h, cu_seqlens=cu_seqlens,
@@ -183,16 +185,13 @@ def chunk_gated_delta_rule_bwd(
     options = checked_flags(op, options)
     bounds, v_first = (cu_seqlens, cu_seqlens_cpu), options.state_v_first
     check_tensors(op, q, k, v, g, beta, initial_state, *bounds, v_first)
-    expect_tensor(op, "A", A, (*v.shape[:3], CHUNK), "[B, T, HV, 64]", v.device)
-    expect_tensor(op, "do", do, tuple(v.shape), "[B, T, HV, V]", v.device, floats=True)
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    BACKWARD[v_first].check(op, v, A, do, dht, N=N, K=q.shape[3])
     for name, x, dtype in (("g", g, ops.state_dtype(q)), ("A", A, q.dtype)):
         if x.dtype != dtype:
             got, fix = f"{name} is {dtype_name(x.dtype)}", "pass what the forward returned"
             raise ValueError(need(op, got, dtype_name(dtype), fix))
-    if dht is not None:
-        check_state(op, "dht", dht, q, v, cu_seqlens, v_first)
     _refuse_shards(op, cp_context)
-    refuse_forward_mode(op, q, k, v, g, beta, A, do, dht, initial_state)
     require(refusal(q, k, v, op=op))
     _check_cache(op, cp_cache or (), q, v, cu_seqlens)
     call = Call(q, k, v, g, beta, scale_of(op, scale, q), initial_state, *bounds)

@@ -7,10 +7,8 @@ They look at types, shapes, dtypes, strides, devices and the device's capability
 at the values of tensors.
 """
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from qla_kernels.gdn import shapes
@@ -21,12 +19,12 @@ from qla_kernels.gdn.shapes import (
 )
 from qla_kernels.gdn.sharded.context import layout_refused
 from qla_kernels.runtime import device
+from qla_kernels.runtime.derivatives import wants_gradients as wants_gradients  # public here
 from qla_kernels.runtime.errors import need
+from qla_kernels.runtime.signature import FLOATS, Signature, layouts
 from qla_kernels.runtime.sm90 import (
-    DTYPES,
     Reason,
     dtype_name,
-    expect_tensors,
     one_of,
     refused_device,
     refused_strides,
@@ -34,7 +32,22 @@ from qla_kernels.runtime.sm90 import (
 
 OP = "chunk_gated_delta_rule"
 
-FLOATS = (*DTYPES, torch.float32, torch.float64)
+QKV = "q [B, T, H+, K+]; k [B, T, H, K]; v [B, T, HV+, V+]; g [B, T, HV] float"
+TENSORS = f"{QKV}; beta [B, T, HV] float"
+HEADS = "reshape k, or repeat or group its heads"
+DENSE = layouts(
+    f"{TENSORS}; initial_state [B, HV, {{K, V}}] float?",
+    k=HEADS,
+    initial_state="reshape it, or pass cu_seqlens if q is packed",
+)
+PACKED = layouts(
+    TENSORS.replace("[B,", "[1,")
+    + "; cu_seqlens [N + 1] int; initial_state [N, HV, {K, V}] float?",
+    q="flatten the batch to [1, B * T, ...], as cu_seqlens counts tokens",
+    k=HEADS,
+)
+ON_HOST = Signature("cu_seqlens_cpu [N + 1] int", "N")
+GATE = Signature("v [B, T, HV, V]; A_log [HV] float; dt_bias [HV] float?")
 ELSEWHERE = "use fla.ops.gated_delta_rule"
 
 
@@ -99,16 +112,6 @@ def refusal(
     return None if reason is None else need(op, *reason)
 
 
-def wants_gradients(arguments: Iterable[Tensor | float | None]) -> bool:
-    """Returns whether autograd would record a call with these arguments.
-
-    True if grad mode is on and at least one argument is a tensor that requires a gradient.
-    """
-    if not torch.is_grad_enabled():
-        return False
-    return any(x.requires_grad for x in arguments if isinstance(x, Tensor))
-
-
 def _refused_everywhere(q: Tensor, k: Tensor, v: Tensor, cp_context: object) -> Reason | None:
     if cp_context is not None and (reason := layout_refused(cp_context)) is not None:
         return reason
@@ -171,6 +174,7 @@ def _uncounted_states(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) 
 
 
 def check_activations(op: str, v: Tensor, gate: Gate, options: Options) -> None:
+    """Raises ValueError unless the flags and the parameters of the gate fit together, and v."""
     if options.allow_neg_eigval and not options.use_beta_sigmoid_in_kernel:
         got = "allow_neg_eigval without use_beta_sigmoid_in_kernel"
         fix = "pass use_beta_sigmoid_in_kernel=True, or beta in [0, 2] and neither flag"
@@ -180,9 +184,7 @@ def check_activations(op: str, v: Tensor, gate: Gate, options: Options) -> None:
     if gate.A_log is None:
         fix = "pass A_log of shape [HV], or activated gates and no flag"
         raise ValueError(need(op, "use_gate_in_kernel without A_log", "A_log", fix))
-    for name, x in (("A_log", gate.A_log), ("dt_bias", gate.dt_bias)):
-        if x is not None:
-            expect_tensor(op, name, x, (v.shape[2],), "[HV]", v.device, floats=True)
+    GATE.check(op, v, gate.A_log, gate.dt_bias)
 
 
 def check_tensors(
@@ -200,112 +202,23 @@ def check_tensors(
     """Raises ValueError unless types, shapes, devices and dtypes fit together.
 
     The arguments are those of `chunk_gated_delta_rule`; `op` is the function that the error names.
-    Does not check strides. `refusal` checks the dtypes of q, k and v.
+    Does not check strides. `refusal` checks the dtypes of q, k and v. Raises Unsupported if a
+    tensor has a forward-mode tangent.
     """
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        expect_tensors(op, q=q, k=k, v=v)
-    if not q.dim() == k.dim() == v.dim() == 4:
-        name, x = next((n, x) for n, x in (("q", q), ("k", k), ("v", v)) if x.dim() != 4)
-        needs = "4: [B, T, heads, size]"
-        raise ValueError(need(op, f"{name} has {x.dim()} dimensions", needs, "reshape it"))
-    (B, T, H, K), (_, _, HV, V) = q.shape, v.shape
-    if k.shape != q.shape and k.shape[2] != H:
-        got = f"q has {H} heads and k has {k.shape[2]}"
-        raise ValueError(need(op, got, "the same number", "repeat or group the smaller one"))
-    if H == 0 or HV == 0 or HV % H != 0:
+    tensors = q, k, v, g, beta
+    if cu_seqlens is None:
+        DENSE[state_v_first].check(op, *tensors, initial_state)
+        if cu_seqlens_cpu is not None:  # FLA silently runs this as one sequence per batch row
+            fix = "pass both"
+            raise ValueError(need(op, "cu_seqlens_cpu alone", "cu_seqlens on q's device", fix))
+    else:
+        PACKED[state_v_first].check(op, *tensors, cu_seqlens, initial_state)
+        if cu_seqlens_cpu is not None:
+            ON_HOST.check(op, cu_seqlens_cpu, N=cu_seqlens.shape[0] - 1)
+            if not cu_seqlens_cpu.is_cpu:
+                got = f"cu_seqlens_cpu is on {cu_seqlens_cpu.device}"
+                raise ValueError(need(op, got, "cpu", "move it there, or leave it out"))
+    H, HV = q.shape[2], v.shape[2]
+    if HV % H != 0:
         fix = "give q and k a number of heads that divides HV"
         raise ValueError(need(op, f"HV={HV} and H={H}", "HV to be a multiple of H", fix))
-    if K == 0 or V == 0:
-        raise ValueError(need(op, f"head sizes K={K} and V={V}", "at least 1", "drop such heads"))
-    where = q.device
-    expect_tensor(op, "k", k, (B, T, H, K), "[B, T, H, K]", where)
-    expect_tensor(op, "v", v, (B, T, HV, V), "[B, T, HV, V]", where)
-    expect_tensor(op, "g", g, (B, T, HV), "[B, T, HV]", where, floats=True)
-    expect_tensor(op, "beta", beta, (B, T, HV), "[B, T, HV]", where, floats=True)
-    if cu_seqlens is not None:
-        _check_cu_seqlens(op, q, cu_seqlens, cu_seqlens_cpu)
-    elif cu_seqlens_cpu is not None:  # FLA silently runs this as one sequence per batch row
-        fix = "pass both"
-        raise ValueError(need(op, "cu_seqlens_cpu alone", "cu_seqlens on q's device", fix))
-    if initial_state is not None:
-        check_state(op, "initial_state", initial_state, q, v, cu_seqlens, state_v_first)
-
-
-def check_state(
-    op: str,
-    name: str,
-    state: Tensor,
-    q: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor | None,
-    state_v_first: bool,
-) -> None:
-    K, (HV, V) = q.shape[-1], v.shape[2:]
-    num_seqs = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    size, letters = ((V, K), "[N, HV, V, K]") if state_v_first else ((K, V), "[N, HV, K, V]")
-    shape = num_seqs, HV, *size
-    passed = getattr(state, "shape", shape)
-    if cu_seqlens is None and passed != shape and passed[1:] == shape[1:]:
-        got = f"{name} has {passed[0]} states, for a batch of {num_seqs}"
-        raise ValueError(need(op, got, "one a sequence", "pass cu_seqlens if q is packed"))
-    expect_tensor(op, name, state, shape, letters, q.device, floats=True)
-
-
-def _check_cu_seqlens(
-    op: str, q: Tensor, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None
-) -> None:
-    if q.shape[0] != 1:
-        got = f"batch size {q.shape[0]} with cu_seqlens"
-        raise ValueError(need(op, got, "1", "flatten the batch to [1, B * T, ...]"))
-    _expect_bounds(op, "cu_seqlens", cu_seqlens)
-    _expect_device(op, "cu_seqlens", cu_seqlens, q.device)
-    if cu_seqlens_cpu is not None:
-        _expect_bounds(op, "cu_seqlens_cpu", cu_seqlens_cpu)
-        shape, on_cpu = (cu_seqlens.shape[0],), torch.device("cpu")
-        expect_tensor(op, "cu_seqlens_cpu", cu_seqlens_cpu, shape, "[N+1]", on_cpu)
-
-
-def _expect_bounds(op: str, name: str, x: Tensor) -> None:
-    expect_tensors(op, **{name: x})
-    if x.dim() != 1 or x.shape[0] == 0 or x.dtype not in (torch.int32, torch.int64):
-        got = f"{name} is {dtype_name(x.dtype)} {tuple(x.shape)}"
-        fix = "pass 0 and where each sequence ends, as int32"
-        raise ValueError(need(op, got, "int32 or int64 [N+1]", fix))
-
-
-def expect_shape(op: str, name: str, x: Tensor, want: tuple[int, ...], letters: str) -> None:
-    expect_tensors(op, **{name: x})
-    if x.shape != want:
-        got = f"{name} has shape {tuple(x.shape)}"
-        raise ValueError(need(op, got, f"{letters} = {want}", f"reshape or expand {name}"))
-
-
-def _expect_device(op: str, name: str, x: Tensor, want: torch.device) -> None:
-    if x.device != want:
-        raise ValueError(need(op, f"{name} is on {x.device}", f"{want}", f"move {name} there"))
-
-
-def expect_tensor(
-    op: str,
-    name: str,
-    x: Tensor,
-    shape: tuple[int, ...],
-    letters: str,
-    device: torch.device,
-    floats: bool = False,
-) -> None:
-    """Raises ValueError unless x is a tensor of this shape on this device.
-
-    One function does all checks, because a call has many tensors and host time counts.
-
-    Args:
-        op, name: the function and the argument that the error names.
-        letters: the shape in words of the documentation, such as "[B, T, HV]", for the error.
-        floats: also require a float dtype.
-    """
-    if not isinstance(x, Tensor) or x.shape != shape:
-        expect_shape(op, name, x, shape, letters)
-    if floats and x.dtype not in FLOATS:
-        raise ValueError(need(op, f"{name} is {dtype_name(x.dtype)}", one_of(FLOATS), "cast it"))
-    if x.device != device:
-        _expect_device(op, name, x, device)

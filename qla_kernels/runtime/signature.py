@@ -4,8 +4,8 @@
     CALL.check("f", x, gate, weight, None)
 
 An entry is a name with a shape and a dtype, each of which may be left out; `?` at the end allows
-None. A size has a name, and is the same wherever this name is. `[N + 1]` has one more entry than N,
-and `V+` is at least 1. A shape may have several forms, of different ranks.
+None. A size is a number, or has a name and is the same wherever this name is. `[N + 1]` has one
+more entry than N, and `V+` is at least 1. A shape may have several forms, of different ranks.
 
     like x     the shape and the dtype of x
     as x       x's dtype
@@ -89,15 +89,22 @@ class Entry(NamedTuple):
         return True
 
     def needs(self, shape: torch.Size, sizes: Mapping[str, int]) -> str:
-        """Returns what the shape has to be as text, such as "[channels, width] with channels=8"."""
+        """Returns what the shape has to be as text, such as "[channels, width] = (8, 4)".
+
+        Sizes that any tensor may have are those of `shape`, if that has the rank of the only form.
+        """
         forms = list(self.forms.values())
         letters = [f"[{', '.join(x + f' + {n}' * (n > 0) for x, n, _ in form)}]" for form in forms]
-        axes = [size for form in forms for size in form]
-        if len(forms) == 1 and all(x in sizes for x, *_ in axes):
-            return f"{letters[0]} = {tuple(sizes[x] + n for x, n, _ in axes)}"
-        also = [f"{x}={sizes[x]}" for x, *_ in axes if x in sizes]
+        if len(forms) == 1:
+            own = zip(forms[0], shape, strict=True) if len(shape) == len(forms[0]) else ()
+            free = {x: n - more for (x, more, least), n in own if n >= least + more}
+            known = {**free, **sizes}
+            if all(x in known for x, *_ in forms[0]):
+                return f"{letters[0]} = {tuple(known[x] + more for x, more, _ in forms[0])}"
+        axes = dict.fromkeys(size for form in forms for size in form)
+        also = [f"{x}={sizes[x]}" for x, *_ in axes if x in sizes and not x.isdigit()]
         if 0 in shape:
-            also += dict.fromkeys(f"{x} at least 1" for x, _, least in axes if least)
+            also += [f"{x} at least 1" for x, _, least in axes if least and x not in sizes]
         text = letters[0] if len(letters) == 1 else alternatives(letters)
         return f"{text} with {', '.join(also)}" if also else text
 
@@ -118,6 +125,7 @@ class Signature:
             fixes: for an argument, what an error about its shape says to do.
         """
         self.entries = tuple(map(Entry.of, text.split(";")))
+        self.numbers = {x: int(x) for x in re.findall(r"(?<=[\[ ])\d+(?=[,\]])", text)}
         self.fixes = {"cu_seqlens": "pass 0 and the end of each sequence", **fixes}
         code = compile("\n".join(_lines(self.entries, given.split())), __file__, "exec")
         names: dict[str, Any] = {"Tensor": Tensor, **KINDS}
@@ -136,6 +144,7 @@ class Signature:
         refuse_forward_mode(op, *tensors)
 
     def _refuse(self, op: str, tensors: dict[str, Any], sizes: dict[str, int]) -> None:
+        sizes = {**sizes, **self.numbers}
         first = self.entries[0].name
         for entry in self.entries:
             name, _, rule, other, kind, optional = entry
@@ -162,11 +171,19 @@ class Signature:
                 raise ValueError(need(op, got, needs, f"pass {name}.to({first}.device)"))
 
 
+def layouts(text: str, given: str = "", **fixes: str) -> tuple[Signature, Signature]:
+    """Returns two signatures, in which "{K, V}" in the text is "K, V", and "V, K"."""
+    texts = (text.replace("{K, V}", last) for last in ("K, V", "V, K"))
+    first, second = (Signature(text, given, **fixes) for text in texts)
+    return first, second
+
+
 def _lines(entries: Sequence[Entry], given: Sequence[str]) -> Iterator[str]:
     """Yields the source of `Signature.fits`: a loop over entries would take twice the time."""
     names = [f"x_{entry.name}" for entry in entries]
     sizes = {size.name for entry in entries for form in entry.forms.values() for size in form}
-    known, seen = {*given}, set[str]()  # sizes that are known here, or may be
+    known = {*given, *filter(str.isdigit, sizes)}
+    seen = set[str]()  # sizes that may be known
     yield f"def fits({', '.join([*names, *given])}):"
     yield "".join(f"    {x} = None\n" for x in sorted(sizes - known))
     for name, (_, forms, rule, other, kind, optional) in zip(names, entries, strict=True):

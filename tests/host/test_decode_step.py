@@ -162,7 +162,7 @@ def wrong_norms() -> dict[str, tuple[dict[str, Any], str]]:
         "weight alone": ({"z": None}, "norm_weight without z; need both, or neither"),
         "gate alone": ({"norm_weight": None}, "z without norm_weight; need both, or neither"),
         "gate's shape": ({"z": z[:3]}, "z has shape (3, 4, 8); need [N, HV, V]"),
-        "gate's dtype": ({"z": z.float()}, "z is float32; need float64, as mixed_qkv is"),
+        "gate's dtype": ({"z": z.float()}, "z is float32; need float64, as mixed_qkv"),
         "weight's shape": ({"norm_weight": weight[:4]}, "norm_weight has shape (4,); need [V]"),
         "eps": ({"norm_eps": -1.0}, "norm_eps is -1.0; need a float that is not negative"),
         "activation": ({"z_activation": "gelu"}, "z_activation='gelu'; need silu, swish or sig"),

@@ -167,7 +167,10 @@ MALFORMED = {
         {"state_indices": INDICES - (1 << 32)},
         "state_indices has -4294967296; need numbers that fit in int32; look at what made",
     ),
-    "number of states": ({"initial_state": torch.zeros(7, 4, 16, 8)}, "initial_state has 7 states"),
+    "number of states": (
+        {"initial_state": torch.zeros(7, 4, 16, 8)},
+        "initial_state has shape (7, 4, 16, 8); need [B, HV, K, V] = (2, 4, 16, 8)",
+    ),
     "beta": ({"beta": torch.zeros(2, 70, 4, 7)}, "beta has shape (2, 70, 4, 7); need [B, T, HV"),
     "a number for beta": ({"beta": 1.0}, "beta is of type float; need a tensor"),
     "a number for g": ({"g": 0.0}, "g is of type float; need a tensor"),

@@ -95,7 +95,7 @@ MALFORMED = {
     ),
     "shape of the slots": (
         {"state_indices": torch.zeros(3, 5, dtype=torch.int32)},
-        "state_indices has shape (3, 5); need [N, S] = (4, 5)",
+        "state_indices has shape (3, 5); need [N] or [N, steps] with N=4",
     ),
     "dtype of accepted numbers": (
         {"num_accepted_tokens": torch.ones(4)},
@@ -132,7 +132,7 @@ MALFORMED_TREES = {
     ),
     "dtype of entries": (
         {"checkpoints": ENTRIES.bfloat16()},
-        "checkpoints are bfloat16; need float32, as the pool is",
+        "checkpoints is bfloat16; need float32, as initial_state",
     ),
     "shape of entries": (
         {"checkpoints": torch.zeros(4, 6, 4, 8, 16)},
@@ -140,7 +140,7 @@ MALFORMED_TREES = {
     ),
     "parents": (
         {"parents": torch.zeros(3, 7, dtype=torch.int64)},
-        "parents has shape (3, 7); need [N, S] = (3, 6)",
+        "7 parents a sequence; need at most S=6",
     ),
     "a parent behind its child": (
         {"parents": torch.tensor([[0, 1, 0, 0, 0, 0]] * 3)},

@@ -110,7 +110,7 @@ DECLINED = {
     "chunk size": ({"chunk_size": 128}, "chunk_size is 128; need 16, 32 or 64"),
     "state that FLA does not look at": (
         {"initial_state": torch.zeros(2, 2, 16, 8)},
-        "initial_state has shape (2, 2, 16, 8); need [N, HV, K, V] = (2, 4, 16, 8)",
+        "initial_state has shape (2, 2, 16, 8); need [B, HV, K, V] = (2, 4, 16, 8)",
     ),
     "gate": ({"use_gate_in_kernel": True}, "use_gate_in_kernel without A_log; need A_log"),
     "eigenvalues": ({"allow_neg_eigval": True}, "allow_neg_eigval without"),

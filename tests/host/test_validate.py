@@ -23,33 +23,38 @@ def exactly(text: str) -> str:
     return f"^{re.escape('chunk_gated_delta_rule: ' + text)}$"
 
 
+NO_STATE = {"initial_state": None}
+
 # The base call is call(): B 2, T 70, H 2, HV 4, K 16, V 8, fp64.
 MALFORMED = {
     "rank": (
         {"q": zeros(70, 2, 16)},
-        "q has 3 dimensions; need 4: [B, T, heads, size]; reshape it",
+        "q has shape (70, 2, 16); need [B, T, H, K]; reshape or expand q",
     ),
     "q and k heads": (
         {"k": zeros(2, 70, 4, 16)},
-        "q has 2 heads and k has 4; need the same number; repeat or group the smaller one",
+        "k has shape (2, 70, 4, 16); need [B, T, H, K] = (2, 70, 2, 16); "
+        "reshape k, or repeat or group its heads",
     ),
     "groups": (
-        {"v": zeros(2, 70, 3, 8)},
+        {"v": zeros(2, 70, 3, 8), "g": zeros(2, 70, 3), "beta": zeros(2, 70, 3), **NO_STATE},
         "HV=3 and H=2; need HV to be a multiple of H; "
         "give q and k a number of heads that divides HV",
     ),
     "no heads": (
         {"q": zeros(2, 70, 0, 16), "k": zeros(2, 70, 0, 16)},
-        "HV=4 and H=0; need HV to be a multiple of H; "
-        "give q and k a number of heads that divides HV",
+        "q has shape (2, 70, 0, 16); need [B, T, H, K] with H at least 1, K at least 1; "
+        "reshape or expand q",
     ),
     "no head size": (
         {"v": zeros(2, 70, 4, 0)},
-        "head sizes K=16 and V=0; need at least 1; drop such heads",
+        "v has shape (2, 70, 4, 0); "
+        "need [B, T, HV, V] with B=2, T=70, HV at least 1, V at least 1; reshape or expand v",
     ),
     "k": (
         {"k": zeros(2, 70, 2, 8)},
-        "k has shape (2, 70, 2, 8); need [B, T, H, K] = (2, 70, 2, 16); reshape or expand k",
+        "k has shape (2, 70, 2, 8); need [B, T, H, K] = (2, 70, 2, 16); "
+        "reshape k, or repeat or group its heads",
     ),
     "v": (
         {"v": zeros(2, 71, 4, 8)},
@@ -74,26 +79,27 @@ MALFORMED = {
     ),
     "state": (
         {"initial_state": zeros(2, 4, 8, 16)},
-        "initial_state has shape (2, 4, 8, 16); need [N, HV, K, V] = (2, 4, 16, 8); "
-        "reshape or expand initial_state",
+        "initial_state has shape (2, 4, 8, 16); need [B, HV, K, V] = (2, 4, 16, 8); "
+        "reshape it, or pass cu_seqlens if q is packed",
     ),
     "states of a packed batch without its bounds": (
         {"initial_state": zeros(3, 4, 16, 8)},
-        "initial_state has 3 states, for a batch of 2; need one a sequence; "
-        "pass cu_seqlens if q is packed",
+        "initial_state has shape (3, 4, 16, 8); need [B, HV, K, V] = (2, 4, 16, 8); "
+        "reshape it, or pass cu_seqlens if q is packed",
     ),
     "state_v_first": (
         {"state_v_first": True},
-        "initial_state has shape (2, 4, 16, 8); need [N, HV, V, K] = (2, 4, 8, 16); "
-        "reshape or expand initial_state",
+        "initial_state has shape (2, 4, 16, 8); need [B, HV, V, K] = (2, 4, 8, 16); "
+        "reshape it, or pass cu_seqlens if q is packed",
     ),
     "packed batch": (
         {"cu_seqlens": torch.tensor([0, 70])},
-        "batch size 2 with cu_seqlens; need 1; flatten the batch to [1, B * T, ...]",
+        "q has shape (2, 70, 2, 16); need [1, T, H, K] = (1, 70, 2, 16); "
+        "flatten the batch to [1, B * T, ...], as cu_seqlens counts tokens",
     ),
     "device": (
         {"beta": torch.empty(2, 70, 4, device="meta")},
-        "beta is on meta; need cpu; move beta there",
+        "beta is on meta; need cpu, as q; pass beta.to(q.device)",
     ),
     "cu_seqlens_cpu alone": (
         {"cu_seqlens_cpu": torch.tensor([0, 70])},
@@ -140,13 +146,11 @@ def test_a_malformed_call_is_a_value_error(row):
 PACKED = {
     "dtype": (
         {"cu_seqlens": torch.tensor([0.0, 70.0])},
-        "cu_seqlens is float32 (2,); need int32 or int64 [N+1]; "
-        "pass 0 and where each sequence ends, as int32",
+        "cu_seqlens is float32; need int32 or int64; cast it",
     ),
     "empty": (
         {"cu_seqlens": torch.tensor([], dtype=torch.int32)},
-        "cu_seqlens is int32 (0,); need int32 or int64 [N+1]; "
-        "pass 0 and where each sequence ends, as int32",
+        "cu_seqlens has shape (0,); need [N + 1]; pass 0 and the end of each sequence",
     ),
     "states": (
         {"cu_seqlens": torch.tensor([0, 10, 70])},
@@ -159,12 +163,11 @@ PACKED = {
     ),
     "dtype on the CPU": (
         {"cu_seqlens_cpu": torch.tensor([0.0, 70.0])},
-        "cu_seqlens_cpu is float32 (2,); need int32 or int64 [N+1]; "
-        "pass 0 and where each sequence ends, as int32",
+        "cu_seqlens_cpu is float32; need int32 or int64; cast it",
     ),
     "cu_seqlens_cpu": (
         {"cu_seqlens_cpu": torch.tensor([0, 10, 70])},
-        "cu_seqlens_cpu has shape (3,); need [N+1] = (2,); reshape or expand cu_seqlens_cpu",
+        "cu_seqlens_cpu has shape (3,); need [N + 1] = (2,); reshape or expand cu_seqlens_cpu",
     ),
 }
 
@@ -211,7 +214,7 @@ def test_low_level_checks_name_their_function():
     for changed, text in (
         ({"g": g_cum.float()}, "g is float32; need float64; pass what the forward returned"),
         ({"A": A.half()}, "A is float16; need float64; pass what the forward returned"),
-        ({"do": o.to("meta")}, "do is on meta; need cpu; move do there"),
+        ({"do": o.to("meta")}, r"do is on meta; need cpu, as v; pass do\.to\(v\.device\)"),
         ({"do": None}, "do is of type NoneType; need a tensor; pass do as one"),
     ):
         saved = {"g": g_cum, "A": A, "do": o, **changed}

@@ -6,7 +6,6 @@ from torch import Tensor
 from qla_kernels.gdn.anchored.extend import Extension, Slots, slot_parts
 from qla_kernels.gdn.anchored.ops import POOL_OP, Rejection, gdn_pool_extend, gdn_pool_reject
 from qla_kernels.gdn.call import Call, Options
-from qla_kernels.gdn.decode.validate import expect_indices
 from qla_kernels.gdn.keywords import checked_flags, scale_of
 from qla_kernels.gdn.ops import state_dtype
 from qla_kernels.gdn.shapes import KEY_ROOMS, KEY_SIZES, NEW_TOKENS, key_room
@@ -14,15 +13,18 @@ from qla_kernels.gdn.validate import (
     Gate,
     check_activations,
     check_tensors,
-    expect_tensor,
     refusal,
 )
 from qla_kernels.runtime.arguments import flag
 from qla_kernels.runtime.errors import Unsupported, need
 from qla_kernels.runtime.programs import RECORD, Programs
+from qla_kernels.runtime.signature import Signature
 from qla_kernels.runtime.sm90 import dtype_name, expect_tensors, require
 
 DECODES, REJECTS = Programs(f"{POOL_OP}.decode"), Programs(f"{POOL_OP}.reject")
+STARTS = Signature("q [B, T, H, K]; has_initial_state [N]", "N")
+INDICES = Signature("q [B, T, H, K]; state_indices [N] int", "N")
+REJECTION = Signature("lengths [slots]; state_indices [N] int; num_tokens [N]")
 
 
 class GdnPool:
@@ -91,8 +93,10 @@ class GdnPool:
         k = tensors.k_tail
         parts = slot_parts(k.shape[2], HV, K, V, k.dtype, tensors.anchors.dtype)
         for name, x, (of_slot, dtype) in zip(Slots._fields, tensors, parts, strict=True):
-            shape = slots, *of_slot
-            expect_tensor(POOL_OP, name, x, shape, str(shape), k.device)
+            expect_tensors(POOL_OP, **{name: x})
+            if x.shape != (shape := (slots, *of_slot)):
+                got = f"{name} has shape {tuple(x.shape)}"
+                raise ValueError(need(POOL_OP, got, f"{shape}", "lay pages out like that"))
             inside = x[0].is_contiguous() and x.dtype == dtype
             bytes_of = x.stride(0) * x.element_size(), x.data_ptr()
             if not inside or (x.is_cuda and x.dim() == 4 and any(b % 16 for b in bytes_of)):
@@ -163,8 +167,7 @@ class GdnPool:
             q, k, v, g, beta, state_indices, cu_seqlens, scale, gate, options
         )
         if has_initial_state is not None:
-            where = (call.num_sequences,), "[N]", q.device
-            expect_tensor(POOL_OP, "has_initial_state", has_initial_state, *where)
+            STARTS.check(POOL_OP, q, has_initial_state, N=call.num_sequences)
         extension = Extension(state_indices, has_initial_state, False, self.null_slot)
         o: Tensor = gdn_pool_extend(call, self.tensors, extension, options)
         return o
@@ -236,10 +239,7 @@ class GdnPool:
         if type(lookup) is tuple:
             torch.autograd.graph.increment_version(lengths)
             return
-        expect_tensors(POOL_OP, state_indices=state_indices, num_tokens=num_tokens)
-        shape = (state_indices.numel(),)
-        expect_indices(POOL_OP, "state_indices", state_indices, shape, lengths)
-        expect_tensor(POOL_OP, "num_tokens", num_tokens, shape, "[N]", lengths.device)
+        REJECTION.check(POOL_OP, lengths, state_indices, num_tokens)
 
         def run() -> tuple[Tensor, ...]:
             gdn_pool_reject(Rejection(*arguments))
@@ -279,5 +279,5 @@ class GdnPool:
             raise ValueError(need(POOL_OP, got, needs, "cast or move them, or make another pool"))
         scale = scale_of(POOL_OP, scale, q)
         call = Call(q, k, v, g, beta, scale, None, cu_seqlens, None, *gate.parameters())
-        expect_indices(POOL_OP, "state_indices", state_indices, (call.num_sequences,), q)
+        INDICES.check(POOL_OP, q, state_indices, N=call.num_sequences)
         return call, options

@@ -20,17 +20,15 @@ from qla_kernels.gdn.decode.ops import (
 )
 from qla_kernels.gdn.decode.validate import (
     RECORDED,
-    expect_indices,
-    expect_null_slot,
+    check_pool,
     expect_out,
-    expect_pool,
     per_head,
     recurrent_refusal,
 )
 from qla_kernels.gdn.keywords import checked_flags, refuse_unknown, scale_of, take_layout
-from qla_kernels.gdn.validate import Gate, check_activations, check_tensors, wants_gradients
-from qla_kernels.runtime.arguments import flag
-from qla_kernels.runtime.derivatives import refuse_forward_mode
+from qla_kernels.gdn.validate import Gate, check_activations, check_tensors
+from qla_kernels.runtime.arguments import check_null_slot, flag
+from qla_kernels.runtime.derivatives import wants_gradients
 from qla_kernels.runtime.errors import Unsupported, need
 from qla_kernels.runtime.programs import RECORD, Programs
 from qla_kernels.runtime.sm90 import expect_tensors, require
@@ -138,12 +136,13 @@ def fused_recurrent_gated_delta_rule(
     h0, v_first = initial_state if state_indices is None else None, options.state_v_first
     check_tensors(OP, q, k, v, g, per_head(beta, v), h0, cu_seqlens, None, v_first)
     check_activations(OP, v, gate, options)
-    states = None
+    states = None if state_indices is None else initial_state
     if state_indices is not None:
-        states = expect_pool(OP, q, v, initial_state, v_first)
-        num_seqs = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        expect_indices(OP, "state_indices", state_indices, (num_seqs,), q)
-    expect_null_slot(OP, null_slot)
+        if initial_state is None:
+            fix = "pass the pool of states"
+            raise ValueError(need(OP, "state_indices without initial_state", "both", fix))
+        check_pool(OP, q, v, initial_state, state_indices, cu_seqlens, v_first)
+    check_null_slot(OP, null_slot)
     if out is not None:
         if state_indices is None:
             fix = "drop out, or pass the pool and state_indices"
@@ -152,7 +151,6 @@ def fused_recurrent_gated_delta_rule(
     require(recurrent_refusal(q, k, v, gk=gk, gv=gv, pool=states))
     scale = scale_of(OP, scale, q)
     call = Call(q, k, v, g, beta, scale, h0, cu_seqlens, None, *gate.parameters())
-    refuse_forward_mode(OP, *call, initial_state)
     recorded = wants_gradients((*call, initial_state))
     if states is None or state_indices is None:
         if recorded:

@@ -11,17 +11,15 @@ from torch import Tensor
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.decode.ops import Pool, gdn_recurrent_norm, gdn_recurrent_slots
 from qla_kernels.gdn.decode.validate import (
+    check_pool,
     checked_norm,
-    expect_indices,
-    expect_null_slot,
     expect_out,
-    expect_pool,
     recurrent_refusal,
     refused_norm,
 )
 from qla_kernels.gdn.keywords import scale_of
 from qla_kernels.gdn.validate import Gate, check_activations, check_tensors
-from qla_kernels.runtime.arguments import flag
+from qla_kernels.runtime.arguments import check_null_slot, flag
 from qla_kernels.runtime.derivatives import refuse_forward_mode
 from qla_kernels.runtime.errors import need
 from qla_kernels.runtime.programs import RECORD, Programs
@@ -144,9 +142,8 @@ def checked_step(
     g, beta = (x.unsqueeze(1) if x.dim() == 2 else x for x in (a, b))
     check_tensors(op, q, k, v, g, beta)
     check_activations(op, v, Gate(True, A_log, dt_bias), options)
-    expect_pool(op, q, v, initial_state, options.state_v_first)
-    expect_indices(op, "state_indices", state_indices, v.shape[:1], v)
-    expect_null_slot(op, null_slot)
+    check_pool(op, q, v, initial_state, state_indices, None, options.state_v_first)
+    check_null_slot(op, null_slot)
     norm = checked_norm(op, v, z, norm_weight, norm_eps, z_activation)
     if out is not None:
         expect_out(op, out, v)

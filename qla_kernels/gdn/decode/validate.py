@@ -1,27 +1,37 @@
 """Checks that the public functions for decoding share.
 
-expect_*            raise ValueError if the call is malformed, on every device
+check_*, expect_*   raise ValueError if the call is malformed, on every device
 recurrent_refusal   returns the text of an Unsupported, or None
 """
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from qla_kernels.gdn.decode.ops import OP, Norm
 from qla_kernels.gdn.shapes import NORM_SIZES, STATE_PIECE
-from qla_kernels.gdn.validate import ELSEWHERE, expect_shape, expect_tensor, refusal
+from qla_kernels.gdn.validate import ELSEWHERE, refusal
+from qla_kernels.runtime.arguments import GATE_ACTIVATIONS, check_activation, check_epsilon
 from qla_kernels.runtime.errors import need
-from qla_kernels.runtime.sm90 import alternatives, dtype_name, expect_tensors
+from qla_kernels.runtime.signature import Signature, layouts
+from qla_kernels.runtime.sm90 import alternatives, dtype_name
 
-ACTIVATIONS = ("silu", "swish", "sigmoid")  # of the output gate
+OUT = Signature("v [B, T, HV, V]; out [B, T, HV, V] as v")
+BETA = Signature("v [B, T, HV, V]; beta [B, T, HV, V] float")
+NORM = Signature("mixed_qkv [N, 1, HV, V]; z [N, HV, V] as mixed_qkv; norm_weight [V] float")
+# Sequences with states in a pool; q is there for the device, and its sizes are given.
+POOLED = layouts(
+    "q [B, T, H, K]; initial_state [slots, HV, {K, V}] float; state_indices [N] int",
+    "N HV V",
+    initial_state="pass the pool of states",
+    state_indices="pass the slot of each sequence",
+)
 RECORDED = (  # a refusal of calls that overwrite a pool
     "state_indices while gradients are recorded",
     "no gradients: the pool is overwritten",
     "call it under torch.no_grad()",
 )
-NULL_SLOTS = (-1, 0)  # slots with which engines mark padding
 
 
 def in_whole_pieces(state: Tensor) -> bool:
@@ -42,57 +52,22 @@ def per_head(beta: Tensor, v: Tensor) -> Tensor:
     """
     if not isinstance(beta, Tensor) or beta.dim() != 4:
         return beta
-    expect_shape(OP, "beta", beta, tuple(v.shape), "[B, T, HV, V]")
+    BETA.check(OP, v, beta)
     return beta[..., :1].squeeze(-1)
 
 
-def expect_pool(
+def check_pool(
     op: str,
     q: Tensor,
     v: Tensor,
-    pool: Tensor | None,
+    pool: Tensor,
+    indices: Tensor,
+    cu_seqlens: Tensor | None,
     state_v_first: bool,
-    name: str = "initial_state",
-    leading: Sequence[str] = ("slots",),
-) -> Tensor:
-    """Returns `pool`, a tensor of states, after a check of its shape.
-
-    Raises ValueError unless the shape is [*leading, HV, K, V], or [*leading, HV, V, K] if
-    state_v_first.
-
-    Args:
-        op, name: the function and the argument that the error names.
-        q, v: tensors with the sizes HV, K and V.
-        leading: names of the dimensions before HV, which may have any size.
-    """
-    if pool is None:
-        fix = "pass the pool of states"
-        raise ValueError(need(op, "state_indices without initial_state", "both", fix))
-    expect_tensors(op, **{name: pool})
-    K, (HV, V) = q.shape[-1], v.shape[2:]
-    size, letters = ((V, K), "HV, V, K]") if state_v_first else ((K, V), "HV, K, V]")
-    letters = f"[{', '.join(leading)}, {letters}"
-    shape = (*pool.shape[: len(leading)], HV, *size)
-    expect_tensor(op, name, pool, shape, letters, q.device, floats=True)
-    return pool
-
-
-def expect_indices(op: str, name: str, x: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
-    """Raises ValueError unless x is int32 or int64, has this shape, and is on the device of `like`.
-
-    `op` and `name` are the function and the argument that the error names.
-    """
-    letters = "[N]" if len(shape) == 1 else "[N, S]"
-    expect_tensor(op, name, x, shape, letters, like.device)
-    if x.dtype not in (torch.int32, torch.int64):
-        got = f"{name} is {dtype_name(x.dtype)}"
-        raise ValueError(need(op, got, "int32 or int64", "cast it"))
-
-
-def expect_null_slot(op: str, null_slot: int) -> None:
-    if type(null_slot) is not int or null_slot not in NULL_SLOTS:
-        needs = "-1, or 0 where slot 0 of the pool is no state either"
-        raise ValueError(need(op, f"null_slot is {null_slot!r}", needs, "pass one of them"))
+) -> None:
+    """Raises ValueError unless `pool` has states like those of q and v, and indices are [N]."""
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    POOLED[state_v_first].check(op, q, pool, indices, N=N, HV=v.shape[2], V=v.shape[3])
 
 
 def expect_out(op: str, out: Tensor, v: Tensor) -> None:
@@ -100,17 +75,14 @@ def expect_out(op: str, out: Tensor, v: Tensor) -> None:
 
     `out` is the tensor to which a call writes its result; the error names the function `op`.
     """
-    expect_tensor(op, "out", out, tuple(v.shape), "[B, T, HV, V]", v.device, floats=True)
-    if out.dtype != v.dtype:
-        got = f"out is {dtype_name(out.dtype)}"
-        raise ValueError(need(op, got, f"{dtype_name(v.dtype)}, as v is", "pass such a buffer"))
+    OUT.check(op, v, out)
     if not out.is_contiguous():
         got = f"out has strides {tuple(out.stride())}"
         raise ValueError(need(op, got, "a contiguous one", "leave it out, and copy the result"))
 
 
 def checked_norm(
-    op: str, v: Tensor, z: Tensor | None, weight: Tensor | None, eps: object, activation: object
+    op: str, v: Tensor, z: Tensor | None, weight: Tensor | None, eps: Any, activation: object
 ) -> Norm | None:
     """Returns the RMSNorm and output gate that follow a decoding step, or None if none follow.
 
@@ -123,24 +95,14 @@ def checked_norm(
         eps: added to the mean square.
         activation: "silu", "swish" or "sigmoid", of the gate.
     """
-    if activation not in ACTIVATIONS:
-        got, fix = f"z_activation={activation!r}", "apply any other one to the result"
-        raise ValueError(need(op, got, alternatives(ACTIVATIONS), fix))
-    if type(eps) is not float or not 0 <= eps < float("inf"):
-        needs = "a float that is not negative"
-        raise ValueError(need(op, f"norm_eps is {eps!r}", needs, "pass the model's, such as 1e-6"))
+    check_activation(op, "z_activation", activation, GATE_ACTIVATIONS)
+    check_epsilon(op, "norm_eps", eps)
     if z is None and weight is None:
         return None
     if z is None or weight is None:
         got = "norm_weight without z" if z is None else "z without norm_weight"
         raise ValueError(need(op, got, "both, or neither", "pass the gate and the norm's weight"))
-    N, _, HV, V = v.shape
-    expect_tensors(op, z=z, norm_weight=weight)
-    expect_tensor(op, "z", z, (N, HV, V), "[N, HV, V]", v.device, floats=True)
-    expect_tensor(op, "norm_weight", weight, (V,), "[V]", v.device, floats=True)
-    if z.dtype != v.dtype:
-        got, needs = f"z is {dtype_name(z.dtype)}", f"{dtype_name(v.dtype)}, as mixed_qkv is"
-        raise ValueError(need(op, got, needs, "cast it"))
+    NORM.check(op, v, z, weight)
     return Norm(z, weight, eps, activation == "sigmoid")
 
 

@@ -6,22 +6,26 @@ from torch import Tensor
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.decode.ops import VERIFY_OP, Drafts, gdn_verify
 from qla_kernels.gdn.decode.validate import (
-    expect_indices,
-    expect_null_slot,
     expect_out,
-    expect_pool,
     recurrent_refusal,
     refused_states,
 )
 from qla_kernels.gdn.keywords import checked_flags, scale_of
 from qla_kernels.gdn.validate import Gate, check_activations, check_tensors
-from qla_kernels.runtime.arguments import flag
-from qla_kernels.runtime.derivatives import refuse_forward_mode
+from qla_kernels.runtime.arguments import check_null_slot, flag
 from qla_kernels.runtime.errors import need
 from qla_kernels.runtime.programs import RECORD, Programs
-from qla_kernels.runtime.sm90 import dtype_name, expect_tensors, require
+from qla_kernels.runtime.signature import layouts
+from qla_kernels.runtime.sm90 import require
 
 VERIFYING = Programs(VERIFY_OP)
+CALL = layouts(
+    "q [B, T, H, K]; initial_state [slots, HV, {K, V}] float; state_indices [N] or [N, steps] int;"
+    "num_accepted_tokens [N] int?; checkpoints [rows, S, HV, {K, V}] as initial_state?;"
+    "checkpoint_indices [N] int?; parents [N, columns] int?",
+    "N HV V",
+    checkpoints="allocate them like the pool",
+)
 
 
 @torch.no_grad()
@@ -115,16 +119,17 @@ def verify_gated_delta_rule(
     gate = Gate(flag(VERIFY_OP, "use_gate_in_kernel", use_gate_in_kernel), A_log, dt_bias)
     check_tensors(VERIFY_OP, q, k, v, g, beta, None, cu_seqlens)
     check_activations(VERIFY_OP, v, gate, options)
-    expect_pool(VERIFY_OP, q, v, initial_state, options.state_v_first)
-    tables = num_accepted_tokens, checkpoint_indices, parents
-    v_first = options.state_v_first
+    tables = num_accepted_tokens, checkpoints, checkpoint_indices, parents
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    _check_tables(q, v, N, initial_state, state_indices, checkpoints, *tables, v_first)
+    CALL[options.state_v_first].check(
+        VERIFY_OP, q, initial_state, state_indices, *tables, N=N, HV=v.shape[2], V=v.shape[3]
+    )
+    _check_tables(state_indices, *tables)
     room = state_indices.shape[1:] if checkpoints is None else checkpoints.shape[1:2]
     if cu_seqlens is None and room and q.shape[1] > room[0]:
         got, needs = f"{q.shape[1]} tokens a sequence", f"at most S={room[0]}"
         raise ValueError(need(VERIFY_OP, got, needs, "widen the table, or pass fewer drafts"))
-    expect_null_slot(VERIFY_OP, null_slot)
+    check_null_slot(VERIFY_OP, null_slot)
     if out is not None:
         expect_out(VERIFY_OP, out, v)
     require(recurrent_refusal(q, k, v, pool=initial_state, op=VERIFY_OP))
@@ -134,7 +139,6 @@ def verify_gated_delta_rule(
     call = Call(
         q, k, v, g, beta, scale_of(VERIFY_OP, scale, q), None, cu_seqlens, None, *gate.parameters()
     )
-    refuse_forward_mode(VERIFY_OP, *call, initial_state, checkpoints, out)
 
     def run() -> tuple[Tensor, ...]:
         o = v.new_empty(v.shape) if out is None else out
@@ -147,54 +151,37 @@ def verify_gated_delta_rule(
 
 
 def _check_tables(
-    q: Tensor,
-    v: Tensor,
-    N: int,
-    pool: Tensor,
     indices: Tensor,
-    checkpoints: Tensor | None,
     accepted: Tensor | None,
+    checkpoints: Tensor | None,
     rows: Tensor | None,
     parents: Tensor | None,
-    state_v_first: bool,
 ) -> None:
-    """Raises ValueError unless the tables of a call fit together."""
-    expect_tensors(VERIFY_OP, state_indices=indices)
+    """Raises ValueError unless the tables of a call go together."""
     in_slots = indices.dim() == 2
-    steps = indices.shape[1:] if in_slots else ()
-    expect_indices(VERIFY_OP, "state_indices", indices, (N, *steps), q)
     if in_slots and checkpoints is not None:
         fix = "pass the slots to start from, [N], or no checkpoints"
         got = "checkpoints and state_indices [N, S]"
         raise ValueError(need(VERIFY_OP, got, "one place for the state after a token", fix))
-    if accepted is not None:
-        if not in_slots:
-            fix = "pass the slots after each token, [N, S]"
-            got = "num_accepted_tokens and state_indices [N]"
-            raise ValueError(need(VERIFY_OP, got, "a slot for each number", fix))
-        expect_indices(VERIFY_OP, "num_accepted_tokens", accepted, (N,), q)
+    if accepted is not None and not in_slots:
+        fix = "pass the slots after each token, [N, S]"
+        got = "num_accepted_tokens and state_indices [N]"
+        raise ValueError(need(VERIFY_OP, got, "a slot for each number", fix))
     if (checkpoints is None) != (rows is None):
         got = f"checkpoint{'s' if rows is None else '_indices'} alone"
         fix = "pass the buffer, and the row of each sequence"
         raise ValueError(need(VERIFY_OP, got, "checkpoints and checkpoint_indices", fix))
-    if parents is not None and checkpoints is None:
+    if in_slots and not indices.shape[1]:
+        fix = "give each token a slot"
+        raise ValueError(need(VERIFY_OP, "state_indices of 0 columns", "[N, S], S > 0", fix))
+    if parents is None:
+        return
+    if checkpoints is None:
         fix = "pass checkpoints, from which children of a token start"
         raise ValueError(need(VERIFY_OP, "parents without checkpoints", "both", fix))
-    if checkpoints is None or rows is None:
-        if in_slots and not indices.shape[1]:
-            fix = "give each token a slot"
-            raise ValueError(need(VERIFY_OP, "state_indices of 0 columns", "[N, S], S > 0", fix))
-        return
-    expect_pool(VERIFY_OP, q, v, checkpoints, state_v_first, "checkpoints", ("rows", "S"))
-    expect_indices(VERIFY_OP, "checkpoint_indices", rows, (N,), q)
-    if checkpoints.dtype != pool.dtype:
-        got = f"checkpoints are {dtype_name(checkpoints.dtype)}"
-        needs = f"{dtype_name(pool.dtype)}, as the pool is"
-        raise ValueError(need(VERIFY_OP, got, needs, "allocate them like the pool"))
-    if parents is not None:
-        expect_tensors(VERIFY_OP, parents=parents)
-        width = parents.shape[1] if parents.dim() == 2 else 0
-        expect_indices(VERIFY_OP, "parents", parents, (N, min(width, checkpoints.shape[1])), q)
+    if parents.shape[1] > checkpoints.shape[1]:
+        got, needs = f"{parents.shape[1]} parents a sequence", f"at most S={checkpoints.shape[1]}"
+        raise ValueError(need(VERIFY_OP, got, needs, "drop columns, or widen the checkpoints"))
 
 
 def _refused_rows(checkpoints: Tensor) -> str | None:

@@ -7,10 +7,7 @@ from qla_kernels.gdn import ops
 from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.decode.validate import (
     RECORDED,
-    expect_indices,
-    expect_null_slot,
     expect_out,
-    expect_pool,
 )
 from qla_kernels.gdn.keywords import checked_flags, is_invariant, scale_of, warm_bound
 from qla_kernels.gdn.prefill.ops import PREFILL_OP, Prefill, gdn_prefill
@@ -20,16 +17,22 @@ from qla_kernels.gdn.validate import (
     check_activations,
     check_tensors,
     refusal,
-    wants_gradients,
 )
-from qla_kernels.runtime.arguments import flag, integer
-from qla_kernels.runtime.derivatives import refuse_forward_mode
+from qla_kernels.runtime.arguments import check_null_slot, flag, integer
+from qla_kernels.runtime.derivatives import wants_gradients
 from qla_kernels.runtime.errors import Unsupported, need
 from qla_kernels.runtime.programs import RECORD, Programs
+from qla_kernels.runtime.signature import layouts
 from qla_kernels.runtime.sm90 import dtype_name, require
 from qla_kernels.tile.constants import CHUNK
 
 PREFILLS = Programs(PREFILL_OP, gradients=True)
+CALL = layouts(
+    "q [B, T, H, K]; initial_state [slots, HV, {K, V}] float; state_indices [N] int;"
+    "start_indices [N] int?; checkpoints [entries, HV, {K, V}] float?;"
+    "checkpoint_starts [N] int?; first_checkpoints [N] int?",
+    "N HV V",
+)
 
 
 def prefill_gated_delta_rule(
@@ -129,22 +132,22 @@ def prefill_gated_delta_rule(
     gate = Gate(flag(PREFILL_OP, "use_gate_in_kernel", use_gate_in_kernel), A_log, dt_bias)
     check_tensors(PREFILL_OP, q, k, v, g, beta, None, cu_seqlens, cu_seqlens_cpu)
     check_activations(PREFILL_OP, v, gate, options)
-    pool = expect_pool(PREFILL_OP, q, v, initial_state, options.state_v_first)
-    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    expect_indices(PREFILL_OP, "state_indices", state_indices, (N,), q)
-    if start_indices is not None:
-        expect_indices(PREFILL_OP, "start_indices", start_indices, (N,), q)
+    pool, N = initial_state, q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    starts = checkpoint_starts
+    if isinstance(starts, Tensor) and starts.shape == (N + 1,):
+        starts = starts[1:]
+    CALL[options.state_v_first].check(
+        PREFILL_OP, q, pool, state_indices, start_indices, checkpoints, starts, first_checkpoints,
+        N=N, HV=v.shape[2], V=v.shape[3],
+    )  # fmt: skip
     tables = checkpoint_starts, first_checkpoints
-    every = _expect_checkpoints(
-        q, v, N, checkpoints, checkpoint_every, *tables, options.state_v_first
-    )
-    expect_null_slot(PREFILL_OP, null_slot)
+    every = _expect_checkpoints(checkpoints, checkpoint_every, *tables)
+    check_null_slot(PREFILL_OP, null_slot)
     if out is not None:
         expect_out(PREFILL_OP, out, v)
     require(prefill_refusal(q, k, v, pool=pool, checkpoints=checkpoints))
     scale = scale_of(PREFILL_OP, scale, q)
     parameters = gate.parameters()
-    refuse_forward_mode(PREFILL_OP, q, k, v, g, beta, *parameters, pool, checkpoints, out)
     if wants_gradients((q, k, v, g, beta, *parameters, pool, checkpoints, out)):
         raise Unsupported(need(PREFILL_OP, *RECORDED))
 
@@ -162,14 +165,10 @@ def prefill_gated_delta_rule(
 
 
 def _expect_checkpoints(
-    q: Tensor,
-    v: Tensor,
-    N: int,
     checkpoints: Tensor | None,
     checkpoint_every: int | None,
     starts: Tensor | None,
     first: Tensor | None,
-    state_v_first: bool,
 ) -> int:
     """Checks the arguments for checkpoints; returns checkpoint_every, or 0 for None."""
     every = 0 if checkpoint_every is None else checkpoint_every
@@ -186,13 +185,6 @@ def _expect_checkpoints(
         needs = "checkpoint_every or first_checkpoints"
         fix = "say after which tokens, or drop it"
         raise ValueError(need(PREFILL_OP, "checkpoints alone", needs, fix))
-    layout = state_v_first, "checkpoints", ("entries",)
-    expect_pool(PREFILL_OP, q, v, checkpoints, *layout)
-    if starts is not None:
-        count = N + (starts.dim() == 1 and starts.shape[0] == N + 1)
-        expect_indices(PREFILL_OP, "checkpoint_starts", starts, (count,), q)
-    if first is not None:
-        expect_indices(PREFILL_OP, "first_checkpoints", first, (N,), q)
     return every
 
 
