@@ -321,7 +321,7 @@ MALFORMED = {
         lambda q, k, v: (q[:, :3], k, v, layout()), "H=3, Hk=2; need H a multiple of Hk"
     ),
     "tokens": (
-        lambda q, k, v: (q[1:], k, v, layout()), "q has shape (19, 4, 8); need [Tq, H, D] with Tq="
+        lambda q, k, v: (q[1:], k, v, layout()), "q has shape (19, 4, 8); need [Tq, H, D] = (20"
     ),
     "head sizes": (
         lambda q, k, v: (q, k, v[..., 1:], layout()), "v has shape (20, 2, 7); need [T, Hk, D] ="

@@ -297,7 +297,7 @@ def test_derivatives_that_are_refused():
         ({"hidden": torch.zeros(10, D).long()}, "hidden is int64; need bfloat16, "),
         (
             {"head": torch.zeros(VOCABULARY, 5)},
-            r"weight .*\(11, 5\); need .* with D=6",
+            r"weight .*\(11, 5\); need .* = \(11, 6\)",
         ),
         (
             {"head": torch.zeros(0, D)},
