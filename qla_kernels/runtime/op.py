@@ -23,7 +23,6 @@ from typing import (
     Any,
     Generic,
     NamedTuple,
-    ParamSpec,
     TypeVar,
     cast,
     get_args,
@@ -66,7 +65,6 @@ _IN_SCHEMAS = {
     str: "str",
 }
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 
@@ -183,7 +181,7 @@ class One(NamedTuple):
         return self
 
 
-class Operator(Generic[P, R]):
+class Operator(Generic[R]):
     """An operator as this package calls it: past the dispatcher where nothing observes the call.
 
     Attributes:
@@ -191,7 +189,7 @@ class Operator(Generic[P, R]):
         programs: those of `replayed`.
     """
 
-    def __init__(self, run: Callable[P, R], on_cuda: Callable[..., Any], fake: Any, tokens: str):
+    def __init__(self, run: Callable[..., R], on_cuda: Callable[..., Any], fake: Any, tokens: str):
         name, hints = run.__name__, get_type_hints(run, include_extras=True)
         results = hints.pop("return")
         records = [hint for hint in hints.values() if _is_record(hint)]
@@ -217,7 +215,7 @@ class Operator(Generic[P, R]):
             CPU=on_fields(lambda *given, **flags: self.on_cpu(*given, **flags)),
         )
 
-    def __call__(self, *given: P.args, **flags: P.kwargs) -> R:
+    def __call__(self, *given: Any, **flags: Any) -> R:
         records: Any = given if self._records else (given,)
         run = _short_way(records, self.on_cuda, self.on_cpu)
         if run is not None:
@@ -225,7 +223,7 @@ class Operator(Generic[P, R]):
         done = self._operator(*chain.from_iterable(records), **flags)
         return self._results(*done) if self._results else done  # type: ignore[no-any-return]
 
-    def replayed(self, *given: P.args, **_: P.kwargs) -> R:
+    def replayed(self, *given: Any) -> R:
         """Runs the operator, replayed if possible; takes no keywords."""
         run: Any = self
         programs: Any = self.programs
@@ -240,24 +238,25 @@ class Operator(Generic[P, R]):
 
 
 def op(
-    home: str,
+    home: str | None = None,
     fake: Callable[..., Any] | None = None,
     check: Callable[..., None] | None = None,
     tokens: str = "",
-) -> Callable[[Callable[P, R]], Operator[P, R]]:
+) -> Callable[[Callable[..., R]], Operator[R]]:
     """Returns a decorator that makes an operator of the function that runs CPU tensors.
 
     That function runs without grad mode and without autocast, which would lower its precision.
 
     Args:
-        home: the module with the function for CUDA tensors.
+        home: the module with the function for CUDA tensors; None: they take the same one.
         fake: returns empty results of the right shapes; None if results are annotated with theirs.
         check: runs before either implementation under QLA_CHECK=1, with the same arguments.
         tokens: names of arguments [B, T, ..]; one program serves calls with any T.
     """
 
-    def decorate(run: Callable[P, R]) -> Operator[P, R]:
-        operator = Operator(run, imported_late(home, run.__name__), fake, tokens)
+    def decorate(run: Callable[..., R]) -> Operator[R]:
+        on_cuda = run if home is None else imported_late(home, run.__name__)
+        operator = Operator(run, on_cuda, fake, tokens)
         if check is not None:
             operator.on_cuda = _checked(operator.on_cuda, check)
             operator.on_cpu = _checked(operator.on_cpu, check)

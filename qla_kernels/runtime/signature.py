@@ -103,8 +103,10 @@ class Entry(NamedTuple):
                 return f"{letters[0]} = {tuple(known[x] + more for x, more, _ in forms[0])}"
         axes = dict.fromkeys(size for form in forms for size in form)
         also = [f"{x}={sizes[x]}" for x, *_ in axes if x in sizes and not x.isdigit()]
-        if 0 in shape:
-            also += [f"{x} at least 1" for x, _, least in axes if least and x not in sizes]
+        form = self.forms.get(len(shape), ())
+        also += [
+            f"{x} at least 1" for (x, _, least), n in zip(form, shape, strict=False) if n < least
+        ]
         text = letters[0] if len(letters) == 1 else alternatives(letters)
         return f"{text} with {', '.join(also)}" if also else text
 

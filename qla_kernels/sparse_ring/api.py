@@ -93,7 +93,8 @@ def sparse_attention(
         index.check(OP)
     lines = index.v_idx, index.v_cnt, index.d_bits
     if q.is_cuda and not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))):
-        o, lse, *_ = ops.forward(q, k, v, *lines, seqlen, scale)  # faster than autograd
+        # faster than autograd
+        o, lse, *_ = ops.vertical_slash_fwd.replayed(q, k, v, *lines, seqlen, scale)
     else:
         o, lse = SparseAttention.apply(  # type: ignore[no-untyped-call]
             q, k, v, *lines, seqlen, scale, None
@@ -244,7 +245,7 @@ def _local_index(
     T = q.shape[1]
     if isinstance(pattern, VerticalSlash):
         with torch.no_grad():
-            lines = ops.index(q, k, seqlen, scale, *astuple(pattern))
+            lines = ops.vertical_slash_index.replayed(q, k, seqlen, scale, *astuple(pattern))
         v_idx, v_cnt, d_bits, window_recall = lines
         return VSIndex(v_idx, v_cnt, d_bits, window_recall, T)
     assert pattern is not None, "check_lines requires a pattern or an index"

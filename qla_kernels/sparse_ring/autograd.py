@@ -60,7 +60,7 @@ class SparseAttention(torch.autograd.Function):
         lines = [v_idx, v_cnt, d_bits]
         with torch.autocast("cpu", enabled=False):
             if distributed is None:
-                done = tuple(ops.forward(q, k, v, *lines, seqlen, scale))
+                done = tuple(ops.vertical_slash_fwd.replayed(q, k, v, *lines, seqlen, scale))
             else:
                 shard = distributed.shard(q, lines, seqlen, scale)
                 kept = distributed.keep_gathered
@@ -83,7 +83,9 @@ class SparseAttention(torch.autograd.Function):
         with torch.autocast("cpu", enabled=False):
             if ctx.distributed is None:
                 done = (o, lse, columns_k, columns_v)
-                dq, dk, dv = ops.backward(q, k, v, *lines, *settings, *done, do, dlse)
+                dq, dk, dv = ops.vertical_slash_bwd.replayed(
+                    q, k, v, *lines, *settings, *done, do, dlse
+                )
             else:
                 shard = ctx.distributed.shard(q, lines, *settings)
                 forward = ring.RingForward(o, lse, Columns(columns_k, columns_v), gathered)

@@ -12,9 +12,11 @@ from torch import Tensor
 from qla_kernels.runtime import device
 from qla_kernels.runtime.arguments import integer, number
 from qla_kernels.runtime.errors import need
+from qla_kernels.runtime.signature import Signature
 from qla_kernels.runtime.sm90 import (
     Reason,
     dtype_name,
+    refused_anywhere,
     refused_device,
     refused_head_size,
     refused_strides,
@@ -30,6 +32,12 @@ from qla_kernels.sparse_ring.shapes import TILE
 OP, RING_OP, BUILD_OP = "sparse_attention", "sparse_ring_attention", "build_index"
 
 ELSEWHERE = "use CPU tensors"
+CALL = Signature(
+    "q [B+, L, H+, D+]; k [B, L, Hk+, D]; v [B, L, Hk, D]",
+    q="reshape q to [B, tokens, heads, size]",
+    k="reshape or slice k",
+    v="reshape or slice v",
+)
 
 
 def refusal(
@@ -67,9 +75,8 @@ def _refused_everywhere(
         names = [dtype_name(x.dtype) for x in (q, k, v)]
         got = f"q is {names[0]}, k is {names[1]}, v is {names[2]}"
         return got, "one float dtype", "cast them to one, such as bfloat16"
-    if q.device.type not in ("cpu", "cuda", "meta"):
-        fix = "move q, k and v to one of these"
-        return f"tensors are on {q.device.type}", "cpu or cuda", fix
+    if reason := refused_anywhere(q.device, "move q, k and v to one of these"):
+        return reason
     if scale is not None and not 0 < scale < float("inf"):
         return f"scale={scale}", "a positive number", "scale q instead, or leave it out"
     L = q.shape[1]
@@ -111,26 +118,11 @@ def check_tensors(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
 
     q must be [B, L, H, D], k and v [B, L, Hk, D], with H a multiple of Hk. The error names `op`.
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            got, fix = f"{name} is of type {type(x).__name__}", f"pass {name} as one"
-            raise ValueError(need(op, got, "a tensor [B, tokens, heads, size]", fix))
-        if x.dim() != 4:
-            needs, fix = "4: [B, tokens, heads, size]", f"reshape {name}"
-            raise ValueError(need(op, f"{name} has {x.dim()} dimensions", needs, fix))
-        if x.device != q.device:
-            fix = f"pass {name}.to(q.device)"
-            raise ValueError(need(op, f"{name} is on {x.device}", f"{q.device}, as q", fix))
-    B, L, H, D = q.shape
-    Hk = k.shape[2]
-    if 0 in (B, H, Hk, D) or H % Hk:
-        got, needs = f"B={B}, H={H}, Hk={Hk}, D={D}", "H a multiple of Hk, and none of them 0"
+    CALL.check(op, q, k, v)
+    H, Hk = q.shape[2], k.shape[2]
+    if H % Hk:
         fix = "give k and v a number of heads that divides that of q"
-        raise ValueError(need(op, got, needs, fix))
-    for name, x in (("k", k), ("v", v)):
-        if tuple(x.shape) != (B, L, Hk, D):
-            got, needs = f"{name} has shape {tuple(x.shape)}", f"[B, L, Hk, D] = {(B, L, Hk, D)}"
-            raise ValueError(need(op, got, needs, f"reshape or slice {name}"))
+        raise ValueError(need(op, f"H={H}, Hk={Hk}", "H a multiple of Hk", fix))
 
 
 def defaults(

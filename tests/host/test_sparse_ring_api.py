@@ -184,13 +184,15 @@ def test_operators_have_the_shapes_they_promise():
     q, k, v = (x.detach().float() for x in tensors(T=128, B=1))
     budget = (128, 0.25, 0.5, 0.6, 16, None, 4, 2, "residual", 8, 0)
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(ops.vertical_slash_index, (q, k, *budget), test_utils=checks)
+    torch.library.opcheck(
+        torch.ops.qla_kernels.vertical_slash_index.default, (q, k, *budget), test_utils=checks
+    )
     v_idx, v_cnt, d_bits, _ = ops.vertical_slash_index(q, k, *budget)
     call = (q, k, v, v_idx, v_cnt, d_bits, 128, 0.25)
-    torch.library.opcheck(ops.vertical_slash_fwd, call, test_utils=checks)
+    torch.library.opcheck(torch.ops.qla_kernels.vertical_slash_fwd.default, call, test_utils=checks)
     done = ops.vertical_slash_fwd(*call)
     call = (*call, *done, torch.randn_like(q), None)
-    torch.library.opcheck(ops.vertical_slash_bwd, call, test_utils=checks)
+    torch.library.opcheck(torch.ops.qla_kernels.vertical_slash_bwd.default, call, test_utils=checks)
 
 
 @pytest.mark.parametrize(
@@ -202,12 +204,12 @@ def test_operators_have_the_shapes_they_promise():
         ({"pattern": VerticalSlash}, "pattern is of type type; need VerticalSlash"),
         ({"pattern": FixedVerticalSlash([256], [0])}, "v_idx has the line 256; need lines below"),
         ({"pattern": FixedVerticalSlash([[1], [2]], [0])}, "v_idx has lines of 2 heads; need 1 or"),
-        ({"k": torch.zeros(2, 256, 3, 16)}, "H=4, Hk=3, D=16; need H a multiple of Hk, and none"),
-        ({"q": torch.zeros(0, 256, 4, 16)}, "B=0, H=4"),
-        ({"q": torch.zeros(2, 256, 4, 0)}, "Hk=2, D=0; need H a multiple of Hk, and none of them"),
+        (dict.fromkeys("kv", torch.zeros(2, 256, 3, 16)), "H=4, Hk=3; need H a multiple of Hk"),
+        ({"q": torch.zeros(0, 256, 4, 16)}, "need [B, L, H, D] with B at least 1"),
+        ({"q": torch.zeros(2, 256, 4, 0)}, "need [B, L, H, D] with D at least 1"),
         ({"v": torch.zeros(2, 256, 2, 8)}, "v has shape (2, 256, 2, 8); need [B, L, Hk, D]"),
-        ({"q": torch.zeros(256, 4, 16)}, "q has 3 dimensions; need 4"),
-        ({"q": [1.0]}, "q is of type list; need a tensor [B, tokens, heads, size]; pass q"),
+        ({"q": torch.zeros(256, 4, 16)}, "q has shape (256, 4, 16); need [B, L, H, D]"),
+        ({"q": [1.0]}, "q is of type list; need a tensor; pass q as one"),
         ({"k": None}, "k is of type NoneType; need a tensor"),
         ({"seqlen": "x"}, "seqlen is 'x' of type str; need an integer; pass the"),
         ({"seqlen": 1.5}, "seqlen is 1.5 of type float; need an integer"),

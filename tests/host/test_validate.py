@@ -43,13 +43,12 @@ MALFORMED = {
     ),
     "no heads": (
         {"q": zeros(2, 70, 0, 16), "k": zeros(2, 70, 0, 16)},
-        "q has shape (2, 70, 0, 16); need [B, T, H, K] with H at least 1, K at least 1; "
-        "reshape or expand q",
+        "q has shape (2, 70, 0, 16); need [B, T, H, K] with H at least 1; reshape or expand q",
     ),
     "no head size": (
         {"v": zeros(2, 70, 4, 0)},
         "v has shape (2, 70, 4, 0); "
-        "need [B, T, HV, V] with B=2, T=70, HV at least 1, V at least 1; reshape or expand v",
+        "need [B, T, HV, V] with B=2, T=70, V at least 1; reshape or expand v",
     ),
     "k": (
         {"k": zeros(2, 70, 2, 8)},
