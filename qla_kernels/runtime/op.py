@@ -24,7 +24,6 @@ from typing import (
     Generic,
     NamedTuple,
     TypeVar,
-    cast,
     get_args,
     get_origin,
     get_type_hints,
@@ -77,24 +76,6 @@ def imported_late(module: str, function: str) -> Callable[..., Any]:
     return lambda *args, **flags: getattr(home(), function)(*args, **flags)
 
 
-def define(
-    name: str, schema: str, fake: Callable[..., Any], **implementations: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Defines `torch.ops.qla_kernels.<name>` and returns its default overload.
-
-    Args:
-        name: the operator's name.
-        schema: its arguments and results, in torch's notation.
-        fake: returns empty results of the right shapes, for tracing.
-        implementations: a function for each dispatch key, such as CUDA and CPU.
-    """
-    _LIBRARY.define(name + schema, tags=_TAGS)
-    for key, run in implementations.items():
-        _LIBRARY.impl(name, run, key)
-    torch.library.register_fake(f"qla_kernels::{name}", fake, lib=_LIBRARY)
-    return cast(Callable[..., Any], getattr(torch.ops.qla_kernels, name).default)
-
-
 def schema(hints: Mapping[str, Any], results: Any, defaults: Mapping[str, Any]) -> str:
     """Returns the schema of a function, "(arguments) -> results" in torch's notation.
 
@@ -125,30 +106,6 @@ def _in_schema(hint: Any) -> str:
 def refuse_backward(name: str, refuse: Callable[..., Any]) -> None:
     """Calls `refuse` when autograd asks for gradients of the operator."""
     torch.library.register_autograd(f"qla_kernels::{name}", refuse, lib=_LIBRARY)
-
-
-def skip_dispatcher(
-    operator: Callable[..., Any], on_cuda: Callable[..., Any], on_cpu: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Returns a function that calls an implementation at once where nothing observes the call.
-
-    Otherwise it calls `operator`. The first argument decides between CUDA and CPU.
-    """
-
-    def call(*args: Any, **flags: Any) -> Any:
-        return (_short_way((args,), on_cuda, on_cpu) or operator)(*args, **flags)
-
-    return call
-
-
-def _short_way(
-    records: tuple[tuple[Any, ...], ...], on_cuda: Callable[..., Any], on_cpu: Callable[..., Any]
-) -> Callable[..., Any] | None:
-    """Returns the implementation for the first argument's device, or None for the dispatcher."""
-    if _is_watched(records):
-        return None
-    x = records[0][0]
-    return on_cuda if x.is_cuda else on_cpu if x.is_cpu else None
 
 
 # Types that the dispatcher need not see. A list or tuple holds numbers, or tensors of this package.
@@ -189,16 +146,14 @@ class Operator(Generic[R]):
         programs: those of `replayed`.
     """
 
-    def __init__(self, run: Callable[..., R], on_cuda: Callable[..., Any], fake: Any, tokens: str):
+    def __init__(self, run: Callable[..., R], on_cuda: Callable[..., Any], fake: Any) -> None:
         name, hints = run.__name__, get_type_hints(run, include_extras=True)
         results = hints.pop("return")
         records = [hint for hint in hints.values() if _is_record(hint)]
         assert len(records) in (0, len(hints)), f"{name}: all parameters are records, or none"
-        fields = _flattened(hints)
         self.__doc__, self.on_cuda, self.on_cpu = run.__doc__, on_cuda, _plainly(run)
         self._records, self._results = bool(records), results if _is_record(results) else None
-        places = [place for place, field in enumerate(fields) if field in tokens.split()]
-        self.programs = Programs(name, tokens=places)
+        self.programs = Programs(name)
         if self._results and not hasattr(results, "flat"):
             results.flat = lambda record: record  # as programs take them
 
@@ -207,19 +162,21 @@ class Operator(Generic[R]):
                 return function
             return lambda *given: function(*_regrouped(records, given))
 
-        self._operator = define(
-            name,
-            schema(hints, results, _defaults(run)),
-            on_fields(fake) if fake else _fake_of(fields, results),
-            CUDA=on_fields(lambda *given, **flags: self.on_cuda(*given, **flags)),
-            CPU=on_fields(lambda *given, **flags: self.on_cpu(*given, **flags)),
-        )
+        _LIBRARY.define(name + schema(hints, results, _defaults(run)), tags=_TAGS)
+        _LIBRARY.impl(name, on_fields(lambda *x, **flags: self.on_cuda(*x, **flags)), "CUDA")
+        _LIBRARY.impl(name, on_fields(lambda *x, **flags: self.on_cpu(*x, **flags)), "CPU")
+        empty = on_fields(fake) if fake else _fake_of(_flattened(hints), results)
+        torch.library.register_fake(f"qla_kernels::{name}", empty, lib=_LIBRARY)
+        self._operator = getattr(torch.ops.qla_kernels, name).default
 
     def __call__(self, *given: Any, **flags: Any) -> R:
         records: Any = given if self._records else (given,)
-        run = _short_way(records, self.on_cuda, self.on_cpu)
-        if run is not None:
-            return run(*given, **flags)  # type: ignore[no-any-return]
+        if not _is_watched(records):
+            x = records[0][0]
+            if x.is_cuda:
+                return self.on_cuda(*given, **flags)  # type: ignore[no-any-return]
+            if x.is_cpu:
+                return self.on_cpu(*given, **flags)  # type: ignore[no-any-return]
         done = self._operator(*chain.from_iterable(records), **flags)
         return self._results(*done) if self._results else done  # type: ignore[no-any-return]
 
@@ -241,7 +198,6 @@ def op(
     home: str | None = None,
     fake: Callable[..., Any] | None = None,
     check: Callable[..., None] | None = None,
-    tokens: str = "",
 ) -> Callable[[Callable[..., R]], Operator[R]]:
     """Returns a decorator that makes an operator of the function that runs CPU tensors.
 
@@ -251,12 +207,11 @@ def op(
         home: the module with the function for CUDA tensors; None: they take the same one.
         fake: returns empty results of the right shapes; None if results are annotated with theirs.
         check: runs before either implementation under QLA_CHECK=1, with the same arguments.
-        tokens: names of arguments [B, T, ..]; one program serves calls with any T.
     """
 
     def decorate(run: Callable[..., R]) -> Operator[R]:
         on_cuda = run if home is None else imported_late(home, run.__name__)
-        operator = Operator(run, on_cuda, fake, tokens)
+        operator = Operator(run, on_cuda, fake)
         if check is not None:
             operator.on_cuda = _checked(operator.on_cuda, check)
             operator.on_cpu = _checked(operator.on_cpu, check)

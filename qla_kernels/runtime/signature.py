@@ -116,6 +116,7 @@ class Signature:
 
     Attributes:
         entries: one for each tensor, in the order in which they are checked.
+        given: the names of sizes that callers pass.
         fits: a function of the tensors that returns whether they are as the entries say.
     """
 
@@ -129,7 +130,8 @@ class Signature:
         self.entries = tuple(map(Entry.of, text.split(";")))
         self.numbers = {x: int(x) for x in re.findall(r"(?<=[\[ ])\d+(?=[,\]])", text)}
         self.fixes = {"cu_seqlens": "pass 0 and the end of each sequence", **fixes}
-        code = compile("\n".join(_lines(self.entries, given.split())), __file__, "exec")
+        self.given = given.split()
+        code = compile("\n".join(_lines(self.entries, self.given)), __file__, "exec")
         names: dict[str, Any] = {"Tensor": Tensor, **KINDS}
         exec(code, names)
         self.fits: Callable[..., bool] = names["fits"]
@@ -171,6 +173,7 @@ class Signature:
             if x.device != tensors[first].device:
                 got, needs = f"{name} is on {x.device}", f"{tensors[first].device}, as {first}"
                 raise ValueError(need(op, got, needs, f"pass {name}.to({first}.device)"))
+        raise AssertionError(f"{op}: arguments do not fit, and no reason says why")
 
 
 def layouts(text: str, given: str = "", **fixes: str) -> tuple[Signature, Signature]:
