@@ -21,11 +21,18 @@ from qla_kernels.runtime.arguments import (
     flag,
     integer,
 )
-from qla_kernels.runtime.derivatives import refuse_forward_mode, wants_gradients
+from qla_kernels.runtime.derivatives import wants_gradients
 from qla_kernels.runtime.errors import need
-from qla_kernels.runtime.sm90 import dtype_name, expect_tensors, require
+from qla_kernels.runtime.signature import Signature
+from qla_kernels.runtime.sm90 import expect_tensors, require
 
 OP = "gated_delta_net"
+CALL = Signature(
+    "mixed_qkv [B, T, channels]; z [B, T, HV, V] as mixed_qkv; a [B, T, HV]; b [B, T, HV];"
+    "A_log [HV]; norm_weight [V]",
+    mixed_qkv="pass [B, T, 2 H K + HV V], with a dimension of the batch",
+    z="split its last dimension into heads",
+)
 
 
 def gated_delta_net(
@@ -94,9 +101,9 @@ def gated_delta_net(
         ValueError: the arguments do not fit together.
         Unsupported: the arguments fit, but this version cannot run them.
     """
-    tensors = {"mixed_qkv": mixed_qkv, "a": a, "b": b, "A_log": A_log, "conv_weight": conv_weight}
-    expect_tensors(OP, **tensors, z=z, norm_weight=norm_weight)
-    H, K, HV, V = _sizes(mixed_qkv, a, b, A_log, z, norm_weight, key_heads)
+    CALL.check(OP, mixed_qkv, z, a, b, A_log, norm_weight)
+    expect_tensors(OP, conv_weight=conv_weight)
+    H, K, HV, V = _sizes(mixed_qkv, z, key_heads)
     normed = flag(OP, "use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel)
     tables = _sequences(mixed_qkv, conv_weight, initial_state, cu_seqlens, layout)
     heads = (2 * H, K) if normed else None
@@ -106,7 +113,6 @@ def gated_delta_net(
     conv.check_tensors(OP, rows, conv_weight, conv_bias, conv_activation, cu_seqlens)
     require(conv.refusal(rows, conv_weight, conv_bias, heads, op=OP))
     require(norm.refusal(z, z, norm_weight, op=OP, names=("z", "z")))
-    refuse_forward_mode(OP, z, norm_weight)
     convolution = Convolution(
         mixed_qkv,
         conv_weight,
@@ -138,32 +144,9 @@ def gated_delta_net(
     return normalise(o, z, norm_weight, ends, norm_eps, z_activation != "sigmoid"), final
 
 
-def _sizes(
-    mixed_qkv: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    z: Tensor,
-    norm_weight: Tensor,
-    key_heads: int,
-) -> tuple[int, int, int, int]:
-    """Returns H, K, HV and V; raises ValueError if the shapes of the tensors contradict them."""
-    H = integer(OP, "key_heads", key_heads)
-    if mixed_qkv.dim() != 3:
-        got = f"mixed_qkv has shape {tuple(mixed_qkv.shape)}"
-        raise ValueError(need(OP, got, "[B, T, 2 H K + HV V]", "add a batch dimension"))
-    B, T, C = mixed_qkv.shape
-    if z.dim() != 4 or z.shape[:2] != mixed_qkv.shape[:2]:
-        got, needs = f"z has shape {tuple(z.shape)}", f"[B, T, HV, V] with B={B} and T={T}"
-        raise ValueError(need(OP, got, needs, "split its last dimension into heads"))
-    HV, V = z.shape[2:]
-    for name, x, shape, form in (
-        ("a", a, (B, T, HV), "[B, T, HV]"), ("b", b, (B, T, HV), "[B, T, HV]"),
-        ("A_log", A_log, (HV,), "[HV]"), ("norm_weight", norm_weight, (V,), "[V]"),
-    ):  # fmt: skip
-        if x.shape != shape:
-            got, needs = f"{name} has shape {tuple(x.shape)}", f"{form} = {shape}, as z says"
-            raise ValueError(need(OP, got, needs, f"reshape {name} or z"))
+def _sizes(mixed_qkv: Tensor, z: Tensor, key_heads: int) -> tuple[int, int, int, int]:
+    """Returns H, K, HV and V. Raises ValueError unless the channels are those of H key heads."""
+    H, C, (HV, V) = integer(OP, "key_heads", key_heads), mixed_qkv.shape[2], z.shape[2:]
     if H < 1 or HV % H:
         got, needs = f"key_heads={H} with {HV} value heads", "a divisor of the value heads"
         raise ValueError(need(OP, got, needs, "pass the number of key heads"))
@@ -171,13 +154,6 @@ def _sizes(
         got = f"mixed_qkv has {C} channels, {HV * V} of them values"
         needs = f"2 K for each of {H} key heads besides"
         raise ValueError(need(OP, got, needs, "pass queries, keys and values, in this order"))
-    for name, x in (("z", z), ("norm_weight", norm_weight)):
-        if x.device != mixed_qkv.device:
-            got, fix = f"{name} is on {x.device}", f"pass {name}.to(mixed_qkv.device)"
-            raise ValueError(need(OP, got, f"{mixed_qkv.device}, as mixed_qkv", fix))
-    if z.dtype != mixed_qkv.dtype:
-        got, needs = f"z is {dtype_name(z.dtype)}", f"{dtype_name(mixed_qkv.dtype)}, as mixed_qkv"
-        raise ValueError(need(OP, got, needs, "cast one of them"))
     return H, (C - HV * V) // (2 * H), HV, V
 
 

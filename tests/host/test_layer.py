@@ -198,7 +198,7 @@ def test_autocast_changes_nothing():
     ("text", "changed"),
     [
         ("mixed_qkv is of type list", {"mixed_qkv": [1]}),
-        ("mixed_qkv has shape (20, 96); need [B, T, 2 H K + HV V]", {"mixed_qkv": (20, C)}),
+        ("mixed_qkv has shape (20, 96); need [B, T, channels]", {"mixed_qkv": (20, C)}),
         ("z has shape (1, 20, 64)", {"z": (1, 20, HV * V)}),
         ("a has shape (1, 20, 2); need [B, T, HV] = (1, 20, 4)", {"a": (1, 20, 2)}),
         ("b has shape (20, 4)", {"b": (20, HV)}),
