@@ -14,6 +14,7 @@ from torch import Tensor
 from qla_kernels.dualkv.assemble import Member, Node, assemble
 from qla_kernels.dualkv.batch import SharedBatch
 from qla_kernels.dualkv.plan import run
+from qla_kernels.dualkv.prefix_tree import FEWEST, tree_of
 from qla_kernels.dualkv.tokens import as_list, check_positions, is_whole, on_host
 from qla_kernels.runtime.arguments import described, flag, integer
 from qla_kernels.runtime.errors import need
@@ -49,6 +50,7 @@ def pack_padded(
     verify: bool = True,
     position_ids: Tensor | None = None,
     pad_to: int | None = None,
+    fewest_saved: int | None = None,
 ) -> SharedBatch:
     """Packs padded rows, as in veRL and TRL, into a batch that stores each distinct prompt once.
 
@@ -68,6 +70,9 @@ def pack_padded(
             If None, the positions of a response continue from its prompt.
         pad_to: the number of packed tokens after padding. Padding tokens have id 0 and see only
             each other.
+        fewest_saved: None: rows share prompts alone. A number: rows also share beginnings of
+            responses and of different prompts, as branches and turns of an agent have them, where
+            this saves at least so many tokens (see `pack_prefix_tree`).
 
     Returns:
         A `SharedBatch`.
@@ -87,6 +92,10 @@ def pack_padded(
         _compare_positions(groups, position_ids.cpu(), prompt_width)
     nodes: list[Node] = []
     members: list[Member] = []
+    if fewest_saved is not None:
+        fewest = integer(OP, "fewest_saved", fewest_saved, FEWEST)
+        nodes, members = _tree(groups, ids, prompt_width, fewest)
+        return assemble(OP, input_ids, nodes, members, position_ids, pad_to, ids)
     for number, group in enumerate(groups):
         above = len(nodes)
         first = group.rows[0] * width + prompt_width - group.prompt
@@ -96,6 +105,25 @@ def pack_padded(
             members.append(Member([above, len(nodes)], targets, group.prompt, row, number))
             nodes.append(Node(row * width + prompt_width, response, above))
     return assemble(OP, input_ids, nodes, members, position_ids, pad_to, ids)
+
+
+def _tree(
+    groups: Sequence[PaddedGroup], ids: Tensor, prompt_width: int, fewest_saved: int
+) -> tuple[list[Node], list[Member]]:
+    """Returns the prefix tree of all rows, and the rows as its members, in the order of groups."""
+    rows = [
+        (row, number, group.prompt, response)
+        for number, group in enumerate(groups)
+        for row, response in zip(group.rows, group.responses, strict=True)
+    ]
+    texts = [ids[row, prompt_width - p : prompt_width + r] for row, _, p, r in rows]
+    starts = [row * ids.shape[1] + prompt_width - p for row, _, p, _ in rows]
+    nodes, paths = tree_of(texts, starts, fewest_saved, [p for _, _, p, _ in rows])
+    members = [
+        Member(path, run(p, p + r), p, row, number)
+        for path, (row, number, p, r) in zip(paths, rows, strict=True)
+    ]
+    return nodes, members
 
 
 def padded_groups(

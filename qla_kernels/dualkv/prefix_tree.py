@@ -19,10 +19,11 @@ from qla_kernels.dualkv.tokens import (
     on_host,
     token_ids,
 )
-from qla_kernels.runtime.arguments import described
+from qla_kernels.runtime.arguments import described, integer
 from qla_kernels.runtime.errors import need
 
 OP = "pack_prefix_tree"
+FEWEST = "pass the number of tokens that a shared run has to save"
 
 
 def pack_prefix_tree(
@@ -31,6 +32,7 @@ def pack_prefix_tree(
     loss_mask: Sequence[Tensor | Sequence[bool]] | None = None,
     position_ids: Tensor | None = None,
     pad_to: int | None = None,
+    fewest_saved: int = 1,
 ) -> SharedBatch:
     """Packs sequences into a batch that stores each shared prefix once.
 
@@ -51,6 +53,9 @@ def pack_prefix_tree(
             first of its sequences has.
         pad_to: the number of packed tokens after padding. Padding tokens have id 0 and see only
             each other.
+        fewest_saved: a run of tokens is stored once if this saves at least so many tokens, and
+            otherwise for each of its sequences: a short run may cost kernels more than it saves.
+            Runs before the first targets of loss_mask are always stored once.
 
     Returns:
         A `SharedBatch`.
@@ -59,6 +64,7 @@ def pack_prefix_tree(
         ValueError: a sequence is empty, token ids or masks have a wrong form, a first token is a
             target, or there are more than pad_to tokens.
     """
+    fewest = integer(OP, "fewest_saved", fewest_saved, FEWEST)
     needs, fix = "a list of token ids for each sequence", "pass [[id, ..], ..] or tensors [n]"
     sequences = as_list(OP, "sequences", sequences, needs, fix)
     parts = [token_ids(OP, f"sequence {i}", x, fewest=1) for i, x in enumerate(sequences)]
@@ -67,7 +73,10 @@ def pack_prefix_tree(
     starts = [0, *accumulate(map(len, parts))]
     texts = [source_on_host[a:b] for a, b in pairwise(starts)]
     masks = _masks(texts, loss_mask)
-    nodes, paths = _tree(texts, starts)
+    prompts = [0] * len(texts)
+    if loss_mask is not None:
+        prompts = [len(mask) - int(mask.cumsum(0).bool().sum()) for mask in masks]
+    nodes, paths = tree_of(texts, starts, fewest, prompts)
     roots: dict[int, int] = {}
     members = [
         Member(path, mask.nonzero()[:, 0], 0, number, roots.setdefault(path[0], len(roots)))
@@ -76,10 +85,22 @@ def pack_prefix_tree(
     return assemble(OP, source, nodes, members, position_ids, pad_to, source_on_host)
 
 
-def _tree(texts: Sequence[Tensor], starts: Sequence[int]) -> tuple[list[Node], list[list[int]]]:
+def tree_of(
+    texts: Sequence[Tensor],
+    starts: Sequence[int],
+    fewest_saved: int,
+    prompts: Sequence[int],
+) -> tuple[list[Node], list[list[int]]]:
     """Returns the prefix tree's nodes, depth first, and the nodes on the path of each text.
 
-    Siblings are in the order in which they first appear.
+    Siblings are in the order in which they first appear. A node that several texts share saves at
+    least `fewest_saved` tokens, or is a part of their prompts.
+
+    Args:
+        texts: token ids, [n] on the CPU.
+        starts: index of each text's first token among the caller's tokens.
+        fewest_saved: as in `pack_prefix_tree`.
+        prompts: number of tokens of each text's prompt.
     """
     nodes: list[Node] = []
     paths: list[list[int]] = [[] for _ in texts]
@@ -88,10 +109,17 @@ def _tree(texts: Sequence[Tensor], starts: Sequence[int]) -> tuple[list[Node], l
         together, depth, parent = waiting.pop()
         leader = together[0]
         end = min(_common_prefix(texts[leader], texts[i], depth) for i in together)
+        is_short = len(together) > 1 and (len(together) - 1) * (end - depth) < fewest_saved
+        prompt = min(end, *(prompts[i] for i in together))
+        if is_short and depth < prompt:
+            is_short, end = False, prompt
+        children = _branches([i for i in together if len(texts[i]) > end], texts, end)
+        if is_short:
+            alone = [[i] for i in together if len(texts[i]) == end]
+            waiting += [(branch, depth, parent) for branch in reversed(alone + children)]
+            continue
         for i in together:
             paths[i].append(len(nodes))
-        onward = [i for i in together if len(texts[i]) > end]
-        children = _branches(onward, texts, end)
         waiting += [(branch, end, len(nodes)) for branch in reversed(children)]
         nodes.append(Node(starts[leader] + depth, end - depth, parent))
     return nodes, paths

@@ -30,6 +30,7 @@ from qla_kernels.runtime.errors import Unsupported, need
 OP, NAME = "shared_prefix_trainer", "shared_prefix"
 METHOD, SHUFFLE = "_get_per_token_logps_and_entropies", "shuffle_sequence_dict"
 RELEASES = "TRL 1.16 or later"
+FEWEST_SAVED = 256  # tokens: fewer are not worth a further node of the tree
 
 log = logging.getLogger("qla_kernels")
 
@@ -38,10 +39,11 @@ def shared_prefix_trainer(base: type) -> type:
     """Returns a subclass of a TRL trainer that computes each prompt of a batch once.
 
     A group is the responses to one prompt. In training steps the model runs on batches that store
-    the prompt of each group once, and computes log-probabilities without storing logits. It uses
-    our attention there, and its own in generation and after `train` and `evaluate`. Where TRL
-    shuffles rows, the new class shuffles whole groups. The first step logs how many times fewer
-    tokens the model runs. If a batch splits groups, a warning says how to avoid that.
+    the prompt of each group once, and other beginnings that rows share, such as turns of an agent
+    before it branches. Log-probabilities are computed without storing logits. The model uses our
+    attention there, and its own in generation and after `train` and `evaluate`. Where TRL shuffles
+    rows, the new class shuffles whole groups. The first step logs how many times fewer tokens the
+    model runs. If a batch splits groups, a warning says how to avoid that.
 
     Args:
         base: trl.GRPOTrainer, trl.RLOOTrainer or a subclass. The constructor of the new class has
@@ -128,7 +130,10 @@ def shared_prefix_trainer(base: type) -> type:
             results: list[Results] = []
             for rows in parts:
                 label = [group_of[row] for row in rows]
-                packed = pack_padded(input_ids[rows], attention_mask[rows], width, group_ids=label)
+                packed = pack_padded(
+                    input_ids[rows], attention_mask[rows], width, group_ids=label,
+                    fewest_saved=FEWEST_SAVED,
+                )  # fmt: skip
                 if trains:
                     self._say_gain(packed)
                 with self.accelerator.autocast():

@@ -10,13 +10,13 @@ in every process:
 
 Engines for language models that are built afterwards compute each prompt of a micro-batch once, for
 old log-probabilities, the reference policy and the update. Our head computes log-probabilities and
-entropies without storing logits. Micro-batches keep the responses of a prompt together, and
-`ppo_max_token_len_per_gpu` counts packed tokens. Other engines do not change. This file does not
-import veRL; it is tested with veRL 0.9.1.
+entropies without storing logits. Micro-batches keep the responses of a prompt, and the turns of an
+agent that follow them, together; `ppo_max_token_len_per_gpu` counts packed tokens. Other engines do
+not change. This file does not import veRL; it is tested with veRL 0.9.1.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial, wraps
 from typing import Any
@@ -26,9 +26,10 @@ from torch import Tensor
 
 from qla_kernels import SharedBatch, pack_prefix_tree, plan_microbatches
 from qla_kernels.dualkv import PaddedGroup
+from qla_kernels.dualkv.prefix_tree import tree_of
 from qla_kernels.integrations import transformers_dualkv
 from qla_kernels.integrations.packed_head import packed_head
-from qla_kernels.integrations.trl import bare, exchanged, log, log_gain
+from qla_kernels.integrations.trl import FEWEST_SAVED, bare, exchanged, log, log_gain
 from qla_kernels.integrations.verl_trainers import patch_trainers
 from qla_kernels.runtime.errors import Unsupported, need
 
@@ -145,7 +146,7 @@ def pack(micro_batch: Any) -> SharedBatch:
         _refuse(got, "text, log-probabilities and entropies")
     sequences, lengths = micro_batch["input_ids"].unbind(), response_lengths(micro_batch)
     chosen = [torch.arange(len(x)) >= len(x) - n for x, n in zip(sequences, lengths, strict=True)]
-    return pack_prefix_tree(sequences, loss_mask=chosen)
+    return pack_prefix_tree(sequences, loss_mask=chosen, fewest_saved=FEWEST_SAVED)
 
 
 def unpack(
@@ -191,35 +192,87 @@ def response_lengths(data: Any) -> list[int]:
     return [int(n) for n in mask.sum(1).tolist()]
 
 
-def groups_of(data: Any) -> list[PaddedGroup]:
-    """Returns groups of the rows of veRL's data that have the same prompt.
+def turns_of(data: Any) -> dict[int, list[int]]:
+    """Returns rows that belong together: by the first row, all rows that continue it.
 
-    Groups are in the order of their first rows. `data` has the entries input_ids, a nested tensor
-    of prompts with responses, and those that `response_lengths` reads.
+    A row continues another if its prompt begins with all tokens of the other, as an agent's later
+    turn does whose prompt is the dialogue so far. A row that continues no other is a first row.
+    """
+    sequences, lengths = data["input_ids"].unbind(), response_lengths(data)
+    texts = [x.cpu().numpy().astype(">i8").tobytes() for x in sequences]  # sorted by tokens
+    size = 8  # bytes of a token
+    turns: dict[int, list[int]] = {}
+    first: dict[int, int] = {}
+    open_rows: list[int] = []  # each begins with the tokens of those before it
+    for row in sorted(range(len(texts)), key=texts.__getitem__):
+        while open_rows and not texts[row].startswith(texts[open_rows[-1]]):
+            open_rows.pop()
+        prompt = len(texts[row]) - size * lengths[row]
+        before = (other for other in reversed(open_rows) if len(texts[other]) <= prompt)
+        first[row] = first.get(next(before, row), row)
+        turns.setdefault(first[row], []).append(row)
+        open_rows.append(row)
+    return {row: turns[row] for row in sorted(turns)}
+
+
+def groups_of(data: Any, turns: Mapping[int, list[int]] | None = None) -> list[PaddedGroup]:
+    """Returns the groups of rows that have the same prompt, in the order of first rows.
+
+    With `turns`, from `turns_of`, groups are of first rows, whose response counts the packed tokens
+    of later turns as well.
     """
     sequences, lengths = data["input_ids"].unbind(), response_lengths(data)
     rows_of: dict[tuple[int, ...], list[int]] = {}
-    for row, (tokens, n) in enumerate(zip(sequences, lengths, strict=True)):
-        rows_of.setdefault(tuple(tokens[: len(tokens) - n].tolist()), []).append(row)
+    for row in range(len(sequences)) if turns is None else turns:
+        prompt = sequences[row][: len(sequences[row]) - lengths[row]]
+        rows_of.setdefault(tuple(prompt.tolist()), []).append(row)
+
+    def tokens(row: int, prompt: int) -> int:
+        together = [sequences[turn].cpu() for turn in turns[row]] if turns else []
+        if len(together) < 2:
+            return lengths[row]
+        nodes, _ = tree_of(together, [0] * len(together), 1, [0] * len(together))
+        return sum(node.length for node in nodes) - prompt
+
     return [
-        PaddedGroup(rows, len(prompt), [lengths[row] for row in rows])
+        PaddedGroup(rows, len(prompt), [tokens(row, len(prompt)) for row in rows])
         for prompt, rows in rows_of.items()
     ]
 
 
-def micro_batches(groups: list[PaddedGroup], max_tokens: int, at_least: int = 1) -> list[list[int]]:
-    """Distributes the rows of a batch over micro-batches; returns the row numbers of each.
+def _turns_that_fit(data: Any, room: int) -> tuple[dict[int, list[int]], list[PaddedGroup]]:
+    """Returns `turns_of` and `groups_of`; turns that have more than `room` tokens are separate."""
+    turns = turns_of(data)
+    groups = groups_of(data, turns)
+    long = {
+        row
+        for group in groups
+        for row, n in zip(group.rows, group.responses, strict=True)
+        if len(turns[row]) > 1 and group.prompt + n > room
+    }
+    if not long:
+        return turns, groups
+    apart = {row: [row] for first in long for row in turns[first]}
+    turns = {first: rows for first, rows in turns.items() if first not in long} | apart
+    return turns, groups_of(data, turns)
 
-    The rows of a group, which have the same prompt, stay together if they fit into a micro-batch.
-    Otherwise the group is split, and its prompt is in each part, so results stay exact.
 
-    Args:
-        groups: the groups of the batch, from `groups_of`.
-        max_tokens: the most packed tokens of a micro-batch, in which a prompt counts once.
-        at_least: the least number of micro-batches; with fewer rows, there is one for each row.
+def micro_batches(
+    groups: list[PaddedGroup],
+    max_tokens: int,
+    at_least: int = 1,
+    turns: Mapping[int, list[int]] | None = None,
+) -> list[list[int]]:
+    """Splits rows into micro-batches of at most max_tokens packed tokens; returns row numbers.
+
+    If a group is split, each of its micro-batches has the prompt, and results stay exact. At least
+    `at_least` micro-batches are returned, or one per row if there are fewer rows. With `turns`, the
+    groups are of first rows, which later turns follow.
     """
     (plan,) = plan_microbatches([(g.prompt, g.responses) for g in groups], max_tokens)
     batches = [[groups[g].rows[i] for g, chosen in pieces for i in chosen] for pieces in plan]
+    if turns is not None:
+        batches = [[turn for row in batch for turn in turns[row]] for batch in batches]
     while len(batches) < min(at_least, sum(map(len, batches))):
         widest = max(batches, key=len)
         batches.remove(widest)
@@ -238,13 +291,14 @@ def _in_place_of(theirs: Callable[..., Any], engine: Any) -> Callable[..., Any]:
     def prepare_micro_batches(data: Any, dp_group: Any = None, **others: Any) -> Any:
         if value(data, "use_dynamic_bsz") is False:
             return theirs(data=data, dp_group=dp_group, **others)
-        room, groups = int(value(data, "max_token_len_per_gpu")), groups_of(data)
+        room = int(value(data, "max_token_len_per_gpu"))
+        turns, groups = _turns_that_fit(data, room)
         _say_cut(engine, groups, room)
         name = importlib.import_module("verl.utils.device").get_device_name()
-        most = torch.tensor(len(micro_batches(groups, room)), device=name)
+        most = torch.tensor(len(micro_batches(groups, room, 1, turns)), device=name)
         # FSDP needs the same number of micro-batches on every rank
         torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=dp_group)
-        batches = micro_batches(groups, room, at_least=int(most))
+        batches = micro_batches(groups, room, int(most), turns)
         take = importlib.import_module("verl.utils.tensordict_utils").index_select_tensor_dict
         return [take(data, rows) for rows in batches], batches
 

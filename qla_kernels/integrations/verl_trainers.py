@@ -140,13 +140,16 @@ def deal(rows: Sequence[Row], lists: int) -> list[list[int]]:
 
 
 def _work(rows: Sequence[Row], group: Sequence[int]) -> float:
-    """Returns the cost of rows with the same prompt, which is packed once.
+    """Returns the cost of the rows of one prompt, packed, in units of a (query, key) pair.
 
-    The unit is the attention of one (query, key) pair. `group` are the numbers of the rows.
+    Later turns of an agent have longer prompts, whose tokens are for the most part responses of
+    other rows and count there.
     """
-    prompt, responses = rows[group[0]].prompt, [rows[i].response for i in group]
-    pairs = prompt * (prompt + 1) // 2 + sum(prompt * r + r * (r + 1) // 2 for r in responses)
-    return TOKEN_COST * (prompt + sum(responses)) + pairs
+    together = [rows[i] for i in group]
+    prompt = min(row.prompt for row in together)
+    pairs = prompt * (prompt + 1) // 2
+    pairs += sum(row.prompt * row.response + row.response**2 // 2 for row in together)
+    return TOKEN_COST * (prompt + sum(row.response for row in together)) + pairs
 
 
 def _say_cut(trainer: Any, rows: Sequence[Row], lists: Sequence[Sequence[int]], ranks: int) -> None:

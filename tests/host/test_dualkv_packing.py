@@ -94,6 +94,28 @@ def test_prefix_tree(sequences):
     assert batch.pack(torch.tensor(flat)).tolist() == batch.input_ids.tolist()
 
 
+@settings(max_examples=60, deadline=None)
+@given(sequences=st.lists(text, max_size=7), fewest=st.integers(2, 6))
+def test_runs_that_save_little_are_stored_for_each_sequence(sequences, fewest):
+    batch = pack_prefix_tree(sequences, fewest_saved=fewest)
+    targets = [[t > 0 for t in range(len(x))] for x in sequences]
+    assert_packed(batch, sequences, targets, [[*range(len(x))] for x in sequences])
+    for first, end, _ in batch.layout.nodes.tolist():
+        times = int(batch.multiplicity[first])
+        assert times == 1 or (times - 1) * (end - first) >= fewest
+
+
+def test_a_run_is_shared_from_where_a_shorter_one_would_begin():
+    """Two of three share four tokens, and all share one, which alone saves too little."""
+    sequences = [[1, 2, 3, 4, 5], [1, 9], [1, 2, 3, 4, 6]]
+    assert pack_prefix_tree(sequences).layout.nodes[:, :2].diff().flatten().tolist() == [
+        1, 3, 1, 1, 1,
+    ]  # fmt: skip
+    batch = pack_prefix_tree(sequences, fewest_saved=3)
+    assert batch.input_ids.tolist() == [1, 2, 3, 4, 5, 6, 1, 9]
+    assert [x.tolist() for x in batch.to_replicated(batch.input_ids)] == sequences
+
+
 def test_prefix_tree_of_prompts_and_responses_is_the_same_batch():
     """Where responses differ in their first token."""
     prompts = [[1, 2, 3], [4]]
@@ -139,12 +161,37 @@ def test_padded(groups, seed, slack):
     answers = [[r] for r in responses]
     for labels in (None, [label for _, _, label in rows]):
         batch = pack_padded(ids, mask, widths[0], group_ids=labels)
-        assert_packed(batch, whole(prompts, answers), *after_prompts(prompts, answers))
-        assert torch.equal(batch.pack(ids), batch.input_ids)
+        tree = pack_padded(ids, mask, widths[0], group_ids=labels, fewest_saved=1)
+        for packed in (batch, tree):
+            assert_packed(packed, whole(prompts, answers), *after_prompts(prompts, answers))
+            assert torch.equal(packed.pack(ids), packed.input_ids)
+            padded = packed.to_padded(packed.targets, widths[1], fill=77)
+            assert torch.equal(padded, ids[:, widths[0] :])
+        texts = whole(prompts, answers)
+        assert tree.num_tokens == len({tuple(x[: t + 1]) for x in texts for t in range(len(x))})
         kept = {*map(tuple, prompts)} if labels is None else {label for _, _, label in rows}
         assert int(batch.group_of.max() + 1 if rows else 0) == len(kept)
-        padded = batch.to_padded(batch.targets, widths[1], fill=77)
-        assert torch.equal(padded, ids[:, widths[0] :])
+
+
+@settings(max_examples=40, deadline=None)
+@given(groups=grpo, fewest=st.integers(1, 40))
+def test_rows_with_a_prompt_share_it_however_little_that_saves(groups, fewest):
+    rows = [(p, r) for p, rs in groups for r in rs]
+    prompts, responses = [p for p, _ in rows], [r for _, r in rows]
+    widths = tuple(max(map(len, x), default=1) for x in (prompts, responses))
+    ids, mask = rows_of(prompts, responses, widths)
+    answers = [[r] for r in responses]
+    tree = pack_padded(ids, mask, widths[0], fewest_saved=fewest)
+    assert_packed(tree, whole(prompts, answers), *after_prompts(prompts, answers))
+    assert tree.num_tokens <= pack_padded(ids, mask, widths[0]).num_tokens
+    for first, end, _ in tree.layout.nodes.tolist():
+        times = int(tree.multiplicity[first])
+        in_prompts = [
+            len(prompts[row]) > path.tolist().index(first)
+            for row, path in zip(tree.order.tolist(), tree.paths, strict=True)
+            if first in path
+        ]
+        assert times == 1 or (times - 1) * (end - first) >= fewest or all(in_prompts)
 
 
 def test_equal_length_is_not_equal_content():

@@ -1,6 +1,7 @@
 """`shared_prefix_trainer` on the trainer of an installed TRL: the steps of plain TRL."""
 
 import importlib
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,6 +12,7 @@ import torch
 from qla_kernels import Unsupported
 from qla_kernels.integrations import transformers as swapping
 from qla_kernels.integrations.trl import SHUFFLE, of_groups, shared_prefix_trainer
+from tests.agent_traces import traces, whole_rows
 from tests.compare import assert_close
 from tests.tiny_hybrids import KINDS
 from tests.trl_trainers import WORDS, model_of, tokenizer_of
@@ -291,3 +293,43 @@ def test_models_and_batches_that_are_refused(tokenizer, tmp_path):
     model.config.attention_dropout = 0.1
     with pytest.raises(Unsupported, match=r"attention_dropout=0\.1"):
         trainer_of(made, model, tokenizer, tmp_path)
+
+
+@pytest.mark.usefixtures("of_whole_groups")
+@pytest.mark.parametrize("name", ["Qwen3", "Qwen3.5"])
+def test_an_agent_s_branches_share_their_turns(tokenizer, tmp_path, name, monkeypatch, caplog):
+    """`rollout_func` with tools: steps are those of plain TRL, and turns are computed once."""
+    home = importlib.import_module("qla_kernels.integrations.trl")
+    monkeypatch.setattr(home, "FEWEST_SAVED", 4)
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    seeds = iter(range(100))
+
+    def rollouts(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        found = traces(len(tokenizer), tasks=len(prompts) // 4, seed=next(seeds))
+        rows = whole_rows(found)
+        assert len(rows) == len(prompts)
+        lists = [[x.tolist() for x in column] for column in zip(*rows, strict=True)]
+        names = ("prompt_ids", "completion_ids", "env_mask")
+        return dict(zip(names, lists, strict=True)) | {"logprobs": None}
+
+    found = []
+    settings = {"gradient_checkpointing": True}
+    for kind in (trl.GRPOTrainer, shared_prefix_trainer(trl.GRPOTrainer)):
+        seeds = iter(range(100))
+        model = model_of(name, len(tokenizer), tmp_path / "model")
+        found.append(
+            run_of(partial(kind, rollout_func=rollouts), model, tokenizer, tmp_path, **settings)
+        )
+        swapping.restore(model) if name in KINDS else None
+    (want_log, want), (got_log, got) = found
+    for a, b in zip(got_log, want_log, strict=True):
+        for measure in ("loss", "grad_norm", "entropy", "reward"):
+            assert a[measure] == pytest.approx(b[measure], rel=1e-3, abs=1e-5), measure
+    assert want_log[0]["grad_norm"] > 0
+    assert_close("weights", got, want, 1e-4)
+    (said,) = [m for m in caplog.messages if m.startswith("shared prompts: the first batch has")]
+    packed, whole = (int(x) for x in re.findall(r"(\d+) tokens in place of (\d+)", said)[0])
+    rows = whole_rows(traces(len(tokenizer), tasks=2, seed=0))
+    prompts = {tuple(row.prompt.tolist()) for row in rows}
+    alone = sum(map(len, prompts)) + sum(len(row.response) for row in rows)
+    assert packed < alone < whole  # shares more than prompts

@@ -15,6 +15,7 @@ from qla_kernels import Unsupported
 from qla_kernels.dualkv import PaddedGroup, padded_groups
 from qla_kernels.integrations import transformers as swapping
 from qla_kernels.integrations import verl
+from tests.agent_traces import Row, traces, turn_rows, whole_rows
 from tests.compare import assert_close
 from tests.tiny_hybrids import VOCABULARY, assert_gradients
 from tests.trl_trainers import model_of
@@ -334,6 +335,83 @@ def test_micro_batches_of_padded_rows(by_label):
         assert all(verl.micro_batches(groups, 100, at_least=most))
 
 
+def data_of_rows(rows: list[Row], room: int = 60) -> dict[str, Any]:
+    """Shuffled sequences of an agent, as veRL's engine has them."""
+    rows = [rows[i] for i in torch.randperm(len(rows)).tolist()]
+    whole = [torch.cat([row.prompt, row.response]) for row in rows]
+    return {
+        "input_ids": jagged(whole),
+        "prompts": jagged([row.prompt for row in rows]),
+        "responses": jagged([row.response for row in rows]),
+        "temperature": 1.0,
+        "max_token_len_per_gpu": room,
+    }
+
+
+@pytest.mark.parametrize("form", [whole_rows, turn_rows])
+def test_an_agent_s_turns_and_branches_are_computed_once(form, monkeypatch):
+    monkeypatch.setattr(verl, "FEWEST_SAVED", 4)
+    torch.manual_seed(0)
+    model = dualkv_grpo.Qwen3()
+    data = data_of_rows(form(traces(dualkv_grpo.VOCABULARY)))
+    batch = verl.pack(data)
+    lengths = [len(x) for x in data["input_ids"].unbind()]
+    prompts = {tuple(x.tolist()) for x in data["prompts"].unbind()}
+    assert batch.num_tokens < sum(map(len, prompts)) + sum(verl.response_lengths(data))
+    assert batch.rho == sum(lengths) / batch.num_tokens > 1.7
+    with torch.autocast("cpu", enabled=False), torch.no_grad():
+        logits = model(batch.input_ids, batch.position_ids, batch.src_rows, batch.layout)
+    found = verl.unpack(batch.gather_logprobs(logits, entropy=True), batch, data)
+    for values, x, n in zip(
+        found["log_probs"].unbind(), data["input_ids"].unbind(), verl.response_lengths(data),
+        strict=True,
+    ):  # fmt: skip
+        want = whole(model, x)[len(x) - n - 1 :]
+        assert_close("log-probabilities", values[len(values) - n - 1 : -1], want, 1e-6)
+
+
+@pytest.mark.parametrize("room", [60, 150, 1000])
+def test_turns_stay_with_the_turns_before_them(home, room):
+    torch.manual_seed(0)
+    trajectories = traces(50, tasks=3)
+    data = data_of_rows(turn_rows(trajectories), room)
+    turns = verl.turns_of(data)
+    rows = data["input_ids"].unbind()
+    assert len(turns) == 3  # of a task's first turn, which all trajectories share
+    assert sorted(row for together in turns.values() for row in together) == [*range(len(rows))]
+    engine = home.FSDPEngineWithLMHead()
+    engine._build_module()
+    found, _ = engine.forward_backward_batch(data)
+    assert sorted(row for micro_batch in found for row in micro_batch) == [*range(len(rows))]
+    packed = [
+        verl.pack_prefix_tree([rows[i] for i in micro_batch]).num_tokens for micro_batch in found
+    ]
+    assert max(packed) <= room
+    if room > 60:  # the turns of each task fit
+        assert all(
+            any(set(together) <= set(micro_batch) for micro_batch in found)
+            for together in turns.values()
+        )
+
+
+def test_turns_of_a_task_that_was_sampled_often():
+    """A later turn follows its own first turn, and equal prompts are one group."""
+    prompt, calls, answer = [1, 2, 3], [[4, 5], [4, 5, 6], [7]], [8, 8]
+    rows = [Row(*map(torch.tensor, (prompt, call, [1] * len(call)))) for call in calls]
+    rows += [Row(*map(torch.tensor, (prompt + call + answer, [9, i], [1, 1])))
+             for i, call in enumerate(calls)]  # fmt: skip
+    data = data_of_rows(rows)
+    sequences = [x.tolist() for x in data["input_ids"].unbind()]
+    turns = verl.turns_of(data)
+    assert {(*sequences[first],): sorted(sequences[row] for row in together if row != first)
+            for first, together in turns.items()} == {
+        (*prompt, *call): [prompt + call + answer + [9, i]] for i, call in enumerate(calls)
+    }  # fmt: skip
+    (group,) = verl.groups_of(data, turns)
+    assert group.prompt == 3
+    assert sorted(group.responses) == sorted(len(call) + 4 for call in calls)
+
+
 # The engine of an installed veRL.
 
 
@@ -374,8 +452,10 @@ def one_process(tmp_path):
 
 
 @pytest.mark.libraries
-@pytest.mark.parametrize("name", ["Qwen3", "Qwen3Next"])
-def test_a_batch_of_an_installed_verl(name, tmp_path, one_process, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "of_agent"), [("Qwen3", False), ("Qwen3Next", False), ("Qwen3Next", True)]
+)
+def test_a_batch_of_an_installed_verl(name, of_agent, tmp_path, one_process, monkeypatch):
     pytest.importorskip("verl")
     home = importlib.import_module(verl.HOME)
     tools = importlib.import_module("verl.utils.tensordict_utils")
@@ -386,10 +466,13 @@ def test_a_batch_of_an_installed_verl(name, tmp_path, one_process, monkeypatch):
     draw = lambda n: torch.randint(2, VOCABULARY, (n,))  # noqa: E731
     responses = [[draw(n) for n in group] for group in ((5, 1, 9), (4, 4), (3, 8))]
     data = data_of([draw(12), draw(1), draw(6)], responses, nested=True)
+    if of_agent:
+        monkeypatch.setattr(verl, "FEWEST_SAVED", 4)
+        data = data_of_rows(turn_rows(traces(VOCABULARY)))
     loss_mask = jagged([torch.ones(n) for n in verl.response_lengths(data)])
     position_ids = jagged([torch.arange(len(x)) for x in data["input_ids"].unbind()])
     notes = {
-        "max_token_len_per_gpu": 40, "use_dynamic_bsz": True, "use_remove_padding": False,
+        "max_token_len_per_gpu": 60, "use_dynamic_bsz": True, "use_remove_padding": False,
         "calculate_entropy": True, "return_model_output": True, "temperature": 0.7,
     }  # fmt: skip
     tensors = {k: v for k, v in data.items() if isinstance(v, Tensor) and v.is_nested}
