@@ -21,7 +21,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import datetime, timezone
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -208,6 +210,12 @@ def verl_engine(options: argparse.Namespace, folder: Path) -> Any:
         platform.device_name = "cpu"
         platform.current_device = lambda self: "cpu"
         vars(torch.cuda)["mem_get_info"] = lambda *_: (1, 1)
+        stream = SimpleNamespace(wait_stream=lambda _: None)
+        streams = {"Stream": lambda: stream, "current_stream": lambda: stream}
+        place = importlib.import_module("verl.utils.activation_offload")
+        vars(place)["get_torch_device"] = lambda: SimpleNamespace(stream=nullcontext, **streams)
+        handler = vars(place)["SynchronizedGroupOffloadHandler"]
+        handler.offload = staticmethod(partial(handler.offload, pin_memory=False))
     # veRL 0.9.1 asks TRL, if it is there, for a class that TRL 1.16 has no more
     patches = importlib.import_module("verl.models.transformers.monkey_patch")
     vars(patches)["is_trl_available"] = lambda: False

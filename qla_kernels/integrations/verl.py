@@ -61,7 +61,7 @@ def patch() -> None:
     engine, heads = home.FSDPEngine, home.FSDPEngineWithLMHead
     if getattr(heads, PATCHED, False):
         return
-    build = engine._build_module
+    build, shard = engine._build_module, engine._build_fsdp_module
     inputs, outputs = heads.prepare_model_inputs, heads.prepare_model_outputs
     run, step = heads.forward_backward_batch, heads.forward_step
 
@@ -75,6 +75,14 @@ def patch() -> None:
         transformers_dualkv.prepare(bare(module))
         setattr(self, PACKS, True)
         return module
+
+    @wraps(shard)
+    def _build_fsdp_module(self: Any, module: Any) -> Any:
+        if not getattr(self, PACKS, False):
+            return shard(self, module)
+        offload = partial(_offload_without_head, home.enable_activation_offloading)
+        with exchanged(home, enable_activation_offloading=offload):
+            return shard(self, module)
 
     @wraps(inputs)
     def prepare_model_inputs(self: Any, micro_batch: Any) -> Any:
@@ -113,6 +121,7 @@ def patch() -> None:
             return run(self, *args, **kwargs)
 
     engine._build_module = _build_module
+    engine._build_fsdp_module = _build_fsdp_module
     heads.prepare_model_inputs = prepare_model_inputs
     heads.prepare_model_outputs = prepare_model_outputs
     heads.forward_step = forward_step
@@ -130,6 +139,30 @@ def _without_fused_head(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 def _apply_without(theirs: Callable[..., Any], *args: Any, **options: Any) -> Any:
     return theirs(*args, **{**options, "use_fused_kernels": False})
+
+
+def _offload_without_head(
+    theirs: Callable[..., Any], module: Any, *args: Any, **options: Any
+) -> None:
+    """Calls veRL's enable_activation_offloading for all parts of a model but its head.
+
+    veRL exchanges the forward of each part that FSDP wraps, and counts the parts that ran; ours
+    exchanges the forward of the head.
+    """
+    head = bare(module).get_output_embeddings()
+    places = [
+        (parent, name)
+        for parent in module.modules()
+        for name, child in parent.named_children()
+        if child is head
+    ]
+    for parent, name in places:
+        parent._modules[name] = None
+    try:
+        theirs(module, *args, **options)
+    finally:
+        for parent, name in places:
+            parent._modules[name] = head
 
 
 def pack(micro_batch: Any) -> SharedBatch:
@@ -346,11 +379,12 @@ def _engines() -> Any:
     """Returns veRL's module of FSDP engines; raises Unsupported if it lacks what we patch."""
     try:
         home = importlib.import_module(HOME)
-        for name in ("_build_module", "forward_backward_batch"):
+        for name in ("_build_module", "_build_fsdp_module", "forward_backward_batch"):
             getattr(home.FSDPEngine, name)
         for name in ("prepare_model_inputs", "prepare_model_outputs", "forward_step"):
             getattr(home.FSDPEngineWithLMHead, name)
-        home.prepare_micro_batches, home.apply_monkey_patch  # noqa: B018
+        for name in ("prepare_micro_batches", "apply_monkey_patch", "enable_activation_offloading"):
+            getattr(home, name)
     except (ImportError, AttributeError) as error:
         got, fix = f"veRL cannot be used ({error})", "pip install 'verl==0.9.1'"
         raise Unsupported(need(OP, got, RELEASES, fix)) from error

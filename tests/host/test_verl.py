@@ -142,6 +142,10 @@ class Engine:
         )
         return self.module
 
+    def _build_fsdp_module(self, module: Any) -> Any:
+        sys.modules[verl.HOME].enable_activation_offloading(module, "fsdp2", True)
+        return module
+
     def forward_backward_batch(self, data: Any) -> Any:
         home = sys.modules[verl.HOME]
         return home.prepare_micro_batches(data=data, dp_group=None, same_micro_num_in_dp=True)
@@ -170,11 +174,15 @@ def home(monkeypatch):
         FSDPEngine=Engine, FSDPEngineWithLMHead=WithHead, fused=[],
         prepare_micro_batches=lambda data, dp_group, **_: "theirs",
         apply_monkey_patch=lambda model, use_fused_kernels: made.fused.append(use_fused_kernels),
+        offloaded=[], enable_activation_offloading=lambda module, *_: made.offloaded.append(
+            [name for name, _ in module.named_modules()]
+        ),
     )  # fmt: skip
     tools = SimpleNamespace(
         get_device_name=lambda: "cpu", index_select_tensor_dict=lambda data, rows: rows
     )
-    monkeypatch.setattr(Engine, "_build_module", Engine._build_module)  # undone afterwards
+    for name in ("_build_module", "_build_fsdp_module"):
+        monkeypatch.setattr(Engine, name, getattr(Engine, name))  # undone afterwards
     monkeypatch.setattr(dist, "all_reduce", lambda x, *_, **__: x.clamp_(min=made.most))
     for name in ("verl.utils.device", "verl.utils.tensordict_utils"):
         monkeypatch.setitem(sys.modules, name, tools)
@@ -263,6 +271,16 @@ def test_our_head_takes_the_place_of_theirs(home, rows, keeps_all, fused, monkey
     with pytest.raises(ZeroDivisionError):
         engine.forward_step(data)
     assert "forward" not in vars(model.lm_head)
+
+
+def test_activations_are_offloaded_but_for_the_head(home):
+    """veRL exchanges forwards and counts those that ran; the head's is exchanged by ours."""
+    for packs in (False, True):
+        engine = home.FSDPEngineWithLMHead("language_model" if packs else "value_model")
+        module = engine._build_module()
+        assert engine._build_fsdp_module(module) is module
+        assert module.lm_head is module.get_output_embeddings()
+    assert home.offloaded == [["", "lm_head"], [""]]
 
 
 def test_importing_the_module_that_the_option_names_patches(home, monkeypatch):
@@ -492,7 +510,7 @@ def test_a_batch_of_an_installed_verl(name, of_agent, tmp_path, one_process, mon
     wanted, want = run(model)
     model = model_of(name, VOCABULARY, tmp_path / "model")
     for kind, names in (
-        (home.FSDPEngine, ["_build_module"]),
+        (home.FSDPEngine, ["_build_module", "_build_fsdp_module"]),
         (home.FSDPEngineWithLMHead, ["prepare_model_inputs", "prepare_model_outputs"]),
     ):
         for patched in names:
