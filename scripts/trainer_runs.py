@@ -451,7 +451,8 @@ def curves(files: Sequence[Path]) -> str:
         apart((way, a), (way, b))
         for way in ("plain", "shared") for a in seeds for b in seeds if a < b
     ]  # fmt: skip
-    said = f"shared and plain are {max(ways):.3f} apart at most, seeds of one way {of_seeds}"
+    spread = " and ".join(f"{x:.3f}" for x in of_seeds)
+    said = f"shared and plain are {max(ways):.3f} apart at most, seeds of one way {spread}"
     return "\n".join([*lines, said])
 
 
