@@ -3,7 +3,6 @@
 import importlib
 import json
 import os
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -101,7 +100,3 @@ def main(folder: Path, port: int, rank: int, world: int) -> None:
     (folder / f"{rank}.json").write_text(json.dumps(said))
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

@@ -64,7 +64,3 @@ def main(folder: Path, port: int, rank: int, world: int) -> None:
     if rank == 0:
         (folder / "0.json").write_text(json.dumps(said))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:5]))

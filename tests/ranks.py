@@ -5,6 +5,7 @@ groups of some of the four; and those of `serve` are forks of one process that h
 The last case may kill one.
 """
 
+import importlib
 import json
 import os
 import signal
@@ -26,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 WORLD = 4
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 LIMIT = HANG  # seconds for everything; a deadlock is a failure
-DEADLINE = 10.0  # seconds, of the groups in which somebody is missing: ranks share two cores
+DEADLINE = 4.0  # seconds, of the groups in which somebody is missing; all others take a tenth
 
 Case = Callable[[int], Iterator[tuple[str, Any]]]  # what a rank finds, with its name
 
@@ -35,16 +36,60 @@ def start(module: str, folder: Path) -> list[dict[str, Any]]:
     """What each rank of a module that ends in `serve` has to say."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # lives here
     command = (sys.executable, "-m", module, str(folder), str(store.port))
-    ranks = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, start_new_session=True)
+    ended(subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, start_new_session=True), LIMIT)
+    return gathered(folder, WORLD)
+
+
+def forked(
+    module: str, folder: Path, world: int, limit: float = LIMIT
+) -> tuple[list[dict[str, Any]], list[int | None]]:
+    """As `launched`; the ranks are forks of one process that has imported the module. Not on GPUs.
+
+    Each calls the module's `main` with what a rank of `launched` is told.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # lives here
+    command = (sys.executable, "-m", "tests.ranks", module, str(folder), str(store.port))
+    command = (*command, str(world))
+    ended(subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, start_new_session=True), limit)
+    codes = [folder / f"{r}.code" for r in range(world)]
+    return gathered(folder, world), [int(x.read_text()) if x.exists() else None for x in codes]
+
+
+def fork(module: str, folder: str, port: str, world: str) -> None:
+    """The ranks of `forked`."""
+    import torch
+
+    main, ranks = importlib.import_module(module).main, {}
+    torch.set_num_threads(1)
+    for rank in range(int(world)):
+        if child := os.fork():
+            ranks[child] = rank
+            continue
+        with (Path(folder) / f"{rank}.err").open("w") as errors:
+            os.dup2(errors.fileno(), sys.stderr.fileno())
+        code = 1
+        try:
+            main(Path(folder), int(port), rank, int(world))
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        os._exit(code)
+    for _ in ranks:
+        child, status = os.wait()
+        code = os.waitstatus_to_exitcode(status)
+        (Path(folder) / f"{ranks[child]}.code").write_text(str(code))
+
+
+def ended(process: subprocess.Popen[bytes], limit: float) -> None:
+    """Waits for a process and its children; those that hang have said what they had found."""
     try:
-        ranks.wait(LIMIT)
+        process.wait(limit)
     except subprocess.TimeoutExpired:
-        pass  # those that hang have said what they had found
+        pass
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(ranks.pid, signal.SIGKILL)
-        ranks.wait()
-    return gathered(folder, WORLD)
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def launched(
@@ -137,3 +182,7 @@ def raised(call: Callable[[], object]) -> str | None:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+if __name__ == "__main__":
+    fork(*sys.argv[1:])

@@ -1,7 +1,6 @@
 """Two ranks that train a swapped model, for tests/host/test_transformers_swap.py."""
 
 import json
-import sys
 from itertools import product
 from pathlib import Path
 
@@ -67,7 +66,3 @@ def main(folder: Path, port: int, rank: int, world: int) -> None:
         said[f"{way}, {order}"] = [sum(ours.values()), max(errors).item()]
     (folder / f"{rank}.json").write_text(json.dumps(said))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:5]))

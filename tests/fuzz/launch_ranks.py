@@ -5,7 +5,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.ranks import launched
+from tests.ranks import forked
 
 WORLD = 4
 BATCH = 60  # cases of a function before processes are started anew
@@ -24,7 +24,7 @@ def failures(plan: list[tuple[str, int]], world: int = WORLD) -> list[str]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "plan.json").write_text(json.dumps(plan))
-        said, codes = launched("tests.fuzz.ranks", folder, world, LOST)
+        said, codes = forked("tests.fuzz.ranks", folder, world, LOST)
     found = []
     for rank, (what, code) in enumerate(zip(said, codes, strict=True)):
         if code != 0 or "no end" in what:

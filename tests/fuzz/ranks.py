@@ -7,7 +7,6 @@ whole sequence.
 
 import json
 import os
-import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -180,9 +179,8 @@ def groups(world: int) -> list[Group]:
     return found
 
 
-def main() -> None:
+def main(folder: Path, port: int, rank: int, world: int) -> None:
     """Of the cases in plan.json: what failed, by (name, seed), and how many were done."""
-    folder, port, rank, world = Path(sys.argv[1]), *map(int, sys.argv[2:5])
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=TOGETHER)
@@ -206,7 +204,3 @@ def main() -> None:
         dist.barrier()  # nobody runs ahead: whose turn it is says who is lost
     (folder / f"{rank}.json").write_text(json.dumps({"failures": failures, "at": None}))
     os._exit(0)  # torch would wait for those that died
-
-
-if __name__ == "__main__":
-    main()

@@ -12,7 +12,7 @@ import torch
 
 from qla_kernels.sparse_ring import StripedLayout
 from tests import long_context_ranks as ranks
-from tests.ranks import ROOT, launched
+from tests.ranks import ROOT, forked
 
 sys.path.insert(0, str(ROOT / "examples"))
 
@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def said(folder):
     pytest.importorskip("transformers")
-    told, codes = launched("tests.long_context_ranks", folder, 2)
+    told, codes = forked("tests.long_context_ranks", folder, 2)
     assert codes == [0, 0], told[0].get("no end", told[1].get("no end"))
     return told[0]
 

@@ -13,7 +13,7 @@ from qla_kernels.integrations import transformers_dualkv
 from qla_kernels.integrations.packed_head import packed_head
 from tests import head_ranks
 from tests.compare import assert_close
-from tests.ranks import launched
+from tests.ranks import forked
 
 transformers = pytest.importorskip("transformers")
 
@@ -133,7 +133,7 @@ def test_capped_logits_are_refused():
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
-    told, codes = launched("tests.head_ranks", tmp_path_factory.mktemp("ranks"), 2)
+    told, codes = forked("tests.head_ranks", tmp_path_factory.mktemp("ranks"), 2)
     assert codes == [0, 0], told[0].get("no end", told[1].get("no end"))
     return told
 

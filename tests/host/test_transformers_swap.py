@@ -12,7 +12,7 @@ from qla_kernels.integrations import mixers
 from qla_kernels.integrations import transformers as swapping
 from tests import swap_ranks
 from tests.compare import relative_l2
-from tests.ranks import launched
+from tests.ranks import forked
 from tests.tiny_hybrids import VOCABULARY, hybrid, of_two_layers
 
 transformers = pytest.importorskip("transformers", minversion="5.15")
@@ -262,7 +262,7 @@ def test_swap_after_a_device_map(where, tmp_path):
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
-    told, codes = launched("tests.swap_ranks", tmp_path_factory.mktemp("ranks"), 2)
+    told, codes = forked("tests.swap_ranks", tmp_path_factory.mktemp("ranks"), 2)
     assert codes == [0, 0], told[0].get("no end", told[1].get("no end"))
     return told
 
