@@ -25,6 +25,7 @@ from .problems import Problem, problem_of
 from .records import FAILED, MEMORY, NOT_APPLICABLE, OK, UNSUPPORTED, WRONG, Result, rounded
 from .timing import CpuTimer, EagerTimer, EventTimer, GraphTimer, Timer, measure_ceilings
 from .truth import Truth, relative_l2
+from .workload import Ceilings
 
 T = TypeVar("T")
 SLOW_ENOUGH = 0.5  # seconds: on a CPU one more such call is enough
@@ -47,7 +48,13 @@ class Entry:
 
 
 def main(
-    connection: Any, provider: str, family: str, names: list[str], excluded: list[str], log: str
+    connection: Any,
+    provider: str,
+    family: str,
+    names: list[str],
+    excluded: list[str],
+    log: str,
+    ceilings: Ceilings | None = None,
 ) -> None:
     """Entry point of the process; `provider` ("module:function") gives the implementations."""
     os.setsid()  # compilers that it starts go when it goes
@@ -57,7 +64,7 @@ def main(
     module, function = provider.split(":")
     found = getattr(importlib.import_module(module), function)(family, names)
     worker = Worker(connection.send, [i for i in found if i.name not in excluded])
-    worker.greet()
+    worker.greet(ceilings)
     while True:
         try:
             workload, wanted, options = connection.recv()
@@ -76,7 +83,7 @@ class Worker:
         if self._on_gpu:  # autograd runs a backward on its forward's stream: one to be captured
             torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
 
-    def greet(self) -> None:
+    def greet(self, ceilings: Ceilings | None) -> None:
         kind = self._device.type
         missing, versions = {}, records.package_versions(("torch", "triton", "tilelang", "numpy"))
         for name, implementation in self._implementations.items():
@@ -89,7 +96,7 @@ class Worker:
                 key = implementation.distribution if name in versions else name
                 versions[key] = implementation.version()
         self._send(Begin("", "ceilings"))
-        ceilings = measure_ceilings(self._device)
+        ceilings = ceilings or measure_ceilings(self._device)
         labels = {i.name: i.label for i in self._implementations.values()}
         environment, device = records.device_environment(kind), records.device_name(kind)
         self._send(Machine(device, kind, environment, versions, labels, missing, ceilings))
@@ -231,8 +238,8 @@ class Worker:
         return True
 
     def _free(self) -> None:
-        gc.collect()
         if self._on_gpu:
+            gc.collect()
             torch.cuda.empty_cache()
 
 

@@ -46,7 +46,7 @@ class Patient(Harness):
     """Only what hangs runs into the limit of a first call: the rest may share the machine."""
 
     def _receive(self, begin):
-        self._limits["first call"] = 5.0 if begin.implementation == "hangs" else HANG
+        self._limits["first call"] = 1.0 if begin.implementation == "hangs" else HANG
         return super()._receive(begin)
 
 
@@ -70,7 +70,7 @@ WHAT_BECOMES_OF = {
     "hungry": (MEMORY, "tried to allocate everything"),
     "lacks": (NOT_APPLICABLE, "it has no forward"),
     "absent": (MISSING, "ModuleNotFoundError"),
-    "hangs": (TIME_LIMIT, "first call: nothing happened for 5 s"),
+    "hangs": (TIME_LIMIT, "first call: nothing happened for 1 s"),
     "dies": (DIED, "first call: the process ended with SIGKILL"),
     "dies_on_import": (MISSING, "import: the process ended with SIGKILL"),
 }

@@ -8,6 +8,8 @@ import sys
 import sysconfig
 import zipfile
 from collections.abc import Iterator
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -533,20 +535,23 @@ def without_machine_code(kernel: jit.Kernel, variant: Any) -> build.Built:
     return build.built(kernel, variant, lowered, behaviour.CUBIN)
 
 
-@pytest.fixture
-def compiler() -> None:
+@pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that the command has filled with two small kernels."""
     pytest.importorskip("tilelang", reason="lowers the kernels")
     try:
         jit.nvcc()
     except Unsupported as missing:
         pytest.skip(str(missing))
+    place = tmp_path_factory.mktemp("few") / "new"
+    with redirect_stdout(StringIO()) as said:
+        assert build.main(["dualkv.dq_cast", "--out", str(place), "--workers", "1"]) == 0
+    assert said.getvalue().startswith("2 kernels in ")
+    return place
 
 
-@pytest.mark.usefixtures("compiler")
-def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert build.main(["dualkv.dq_cast", "--out", str(folder / "new")]) == 0
-    assert capsys.readouterr().out.startswith("2 kernels in ")
-    (path,) = (folder / "new").glob("kernels-*.zip")
+def test_the_command(few: Path) -> None:
+    (path,) = few.glob("kernels-*.zip")
     with zipfile.ZipFile(path) as file:
         manifest = json.loads(file.read(prebuilt.MANIFEST))
         label = "dualkv.dq_cast-bf16"
@@ -567,26 +572,26 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert prebuilt.opened(path).has("norm.weight_sums-fp32")
     assert b"debug_line" not in cubin
     assert manifest["nvcc"] == jit.nvcc_version()
-    assert (folder / "new" / prebuilt.LAUNCHER).exists()
+    assert (few / prebuilt.LAUNCHER).exists()
 
 
-@pytest.mark.usefixtures("compiler")
-def test_a_release_has_the_same_bytes_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_release_has_the_same_bytes_again(
+    folder: Path, few: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of two small kernels: built twice from nothing, and once from what is there."""
-    few = build.selected(["dualkv.dq_cast"])
-    first, again = folder / "first", folder / "again"
-    monkeypatch.setattr(build, "selected", lambda _: few)
+    of_both = build.selected(["dualkv.dq_cast"])
+    monkeypatch.setattr(build, "selected", lambda _: of_both)
 
     def release(place: Path) -> dict[str, bytes]:
         monkeypatch.setattr(prebuilt, "INSIDE", place)
-        assert build.main(["--release"]) == 0
+        assert build.main(["--release", "--workers", "1"]) == 0
         return {path.name: path.read_bytes() for path in place.iterdir()}
 
-    written = release(first)
+    written = release(folder / "inside")
     assert {*written} == {prebuilt.FILE.format(build.set_of()), prebuilt.LAUNCHER}
-    assert release(again) == written
+    assert {path.name: path.read_bytes() for path in few.iterdir()} == written
     monkeypatch.setattr(build, "build_all", lambda missing, *_: missing and pytest.fail("again"))
-    assert release(first) == written
+    assert release(folder / "inside") == written
 
 
 def test_a_release_needs_the_digests_of_its_sources(
