@@ -46,6 +46,7 @@ from pathlib import Path
 from typing import Any
 
 from . import chart, show, tables
+from .against import compared
 from .families import DEFAULT, QUICK, SETS
 from .gdn.workloads import Gdn
 from .harness import records
@@ -207,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines = [f"Ran {len(run.rows)} workloads on {run.device} {took}", *(f"  {x}" for x in files)]
     slower = 0
     if options.against:
-        text, slower = tables.compared(run, options.against, options.threshold)
+        text, slower = compared(run, options.against, options.threshold)
         lines.append(text)
     print("\n".join(lines), file=sys.stderr if options.json else sys.stdout)
     return slower if complete else 130

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks import sm90, tables
+from benchmarks.against import compared
 from benchmarks.gdn.workloads import GDN, Gdn
 from benchmarks.harness import records
 from benchmarks.harness.messages import Options
@@ -507,18 +508,18 @@ def test_a_run_is_compared_with_the_newest_times_on_record():
         ({"ours": (1.04, 3.0)}, 5, 0),
         ({"ours": (0.5, 3.2)}, 3, 1),
     ):
-        text, found = tables.compared(run(times), [older, old], threshold)
+        text, found = compared(run(times), [older, old], threshold)
         assert found == status
         assert "2bbb" in text
         assert "1aaa" not in text
         assert (tables.SLOWER in text) == bool(status)
-    text, _ = tables.compared(run({"fla": (4.0, 1.0)}), [older, old], 3)
+    text, _ = compared(run({"fla": (4.0, 1.0)}), [older, old], 3)
     cells = [cell.strip() for cell in text.splitlines()[-1].split("|")]
     assert cells[3:8] == ["graph", "5.00", "4.00", "0.800", "2bbb"]
     for nothing in (run({"ours": (1.0, 1.0)}, "another"), run({"ours": (1.0, 1.0)}, of=other)):
-        text, found = tables.compared(nothing, [older, old], 3)
+        text, found = compared(nothing, [older, old], 3)
         assert (found, "nothing to compare with" in text) == (2, True)
-    assert tables.compared(old, [old], 3)[1] == 2  # itself
+    assert compared(old, [old], 3)[1] == 2  # itself
 
 
 @pytest.mark.parametrize(

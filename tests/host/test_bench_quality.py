@@ -5,22 +5,20 @@ import json
 import pytest
 import torch
 
-from benchmarks.quality import __main__ as run
-from benchmarks.quality import tasks
-from benchmarks.quality.model import Attention
-from benchmarks.quality.tasks import AGAIN, APART, FIRST_KEY, IGNORED, QUESTION
+from benchmarks import quality
+from benchmarks.quality import AGAIN, APART, FIRST_KEY, IGNORED, QUESTION, Attention, Model, Sizes
 from qla_kernels.sparse_ring import VerticalSlash
 
 
 @pytest.fixture(autouse=True)
 def small_corpus(monkeypatch):
     text = torch.arange(5000, dtype=torch.int64).remainder(251).to(torch.uint8)
-    monkeypatch.setattr(tasks, "corpus", lambda evaluation: [text[:50], text + 2 * evaluation])
+    monkeypatch.setattr(quality, "corpus", lambda evaluation: [text[:50], text + 2 * evaluation])
 
 
 def whole(task, T=512, seed=3):
     """Tokens with the one behind the last, and which are predicted; bool."""
-    tokens, labels = (x[0] for x in tasks.rows(task, 1, T, seed))
+    tokens, labels = (x[0] for x in quality.rows(task, 1, T, seed))
     known = labels != IGNORED
     assert torch.equal(tokens[1:][known[:-1]], labels[:-1][known[:-1]])  # labels are next tokens
     return torch.cat([tokens, labels[-1:].clamp(min=0)]), torch.nn.functional.pad(known, (1, 0))
@@ -48,19 +46,19 @@ def test_a_copy_is_at_one_distance():
 
 
 def test_evaluations_have_sequences_of_their_own():
-    for task in tasks.TASKS:
+    for task in quality.TASKS:
         trained, again, held_out = (
-            tasks.rows(task, 2, 256, 5, evaluation)[0] for evaluation in (False, False, True)
+            quality.rows(task, 2, 256, 5, evaluation)[0] for evaluation in (False, False, True)
         )
         assert torch.equal(trained, again)
         assert not torch.equal(trained, held_out)
-        assert not torch.equal(trained, tasks.rows(task, 2, 256, 6)[0])
+        assert not torch.equal(trained, quality.rows(task, 2, 256, 6)[0])
 
 
 def experiment(folder, *more):
     options = ["--device=cpu", "--tiny", "--short=128", "--short-rows=1", "--short-steps=2"]
     options += ["--length=256", "--turn=1", "--targets=0.3,1", "--evaluated=1", "--max-v=32"]
-    assert run.main([f"--folder={folder}", *options, *more]) == 0
+    assert quality.main([f"--folder={folder}", *options, *more]) == 0
     return json.loads((folder / "quality.json").read_text())
 
 
@@ -88,13 +86,12 @@ def test_a_run_that_stops_goes_on(tmp_path, capsys):
 
 
 def test_a_model_under_every_diagonal_is_the_exact_model():
-    from benchmarks.quality.model import Model, Sizes
 
     torch.manual_seed(0)
-    model = Model(Sizes(tasks.VOCABULARY, width=32, layers=2, heads=2, kv_heads=1, head_dim=16))
+    model = Model(Sizes(quality.VOCABULARY, width=32, layers=2, heads=2, kv_heads=1, head_dim=16))
     for layer in model.layers:  # they begin as 0
         torch.nn.init.normal_(layer.out.weight, std=0.1)
-    tokens, labels = tasks.rows("copy", 2, 256, 0)
+    tokens, labels = quality.rows("copy", 2, 256, 0)
     seen = []
     wide = Attention(VerticalSlash(window=4, max_v=4), lambda *x: seen.append(x[0]))
     with torch.no_grad():

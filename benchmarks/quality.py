@@ -8,31 +8,221 @@
 2. Copies of it go on, on long sequences: one with exact attention, and one for each target of the
    mask. All see the same sequences, in turns of `--turn` steps. Compare runs at the same step: when
    the time is over, some may be a turn ahead.
-3. After each turn, the loss and the accuracy of each task (`tasks.py`) on sequences of their own:
-   with the attention that the copy trains with, and with exact attention. Step 0 is the short model
-   under the mask. Recall is reported in the last block, from whose queries the lines are chosen,
-   and elsewhere. Density and held-out recall of the lines are means over layers.
+3. After each turn, the loss and the accuracy of each task on sequences of their own: with the
+   attention that the copy trains with, and with exact attention. Step 0 is the short model under
+   the mask. Recall is reported in the last block, from whose queries the lines are chosen, and
+   elsewhere. Density and held-out recall of the lines are means over layers.
+
+Answers of the tasks are far back:
+
+    recall   keys and their values, then questions among noise: a key, and its value to predict
+    copy     random tokens, noise, and the same tokens again: all at one distance
+    bytes    bytes of files that are installed with Python packages, those of a package in a row
 
 `quality.json` has it all, and is written after each turn.
 """
 
 import argparse
 import json
+import sysconfig
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from qla_kernels.sparse_ring import VerticalSlash
+from qla_kernels.sparse_ring import VerticalSlash, sparse_attention
 from qla_kernels.sparse_ring.measure import Measured
 from qla_kernels.sparse_ring.shapes import BLOCK
 
-from .model import Attention, Model, Sizes
-from .tasks import TASKS, VOCABULARY, rows
+IGNORED = -100  # labels of tokens that cannot be known
+# Tokens are bytes and noise; values; keys, which are also the tokens to copy; and two marks.
+BYTES, VALUES, KEYS = 256, 64, 1024
+FIRST_VALUE, FIRST_KEY = BYTES, BYTES + VALUES
+QUESTION, AGAIN = FIRST_KEY + KEYS, FIRST_KEY + KEYS + 1
+VOCABULARY = AGAIN + 1
+TASKS = ("recall", "copy", "bytes")
+
+APART = 16  # tokens of a sequence for each key, and for each question
+CORPUS_BYTES = 48 << 20
+SUFFIXES = (".md", ".rst", ".txt", ".py", ".pyi", ".h")
+HELD_OUT = 16  # of so many packages one is for evaluation
+
+
+def rows(task: str, num: int, T: int, seed: int, evaluation: bool = False) -> tuple[Tensor, Tensor]:
+    """Returns tokens and labels, int64 [num, T]; seeds of evaluations give other sequences."""
+    draw = torch.Generator().manual_seed(2 * seed + evaluation)
+    one = {"recall": _recall, "copy": _copy, "bytes": _bytes}[task]
+    made = [one(T + 1, draw, evaluation) for _ in range(num)]
+    tokens, known = (torch.stack(x) for x in zip(*made, strict=True))
+    return tokens[:, :-1], torch.where(known[:, 1:], tokens[:, 1:], IGNORED)
+
+
+Sequences = tuple[Tensor, Tensor]  # tokens, and which of them can be predicted
+
+
+def _recall(num: int, draw: torch.Generator, _: bool) -> Sequences:
+    pairs = min(num // APART, KEYS)
+    keys = torch.randperm(KEYS, generator=draw)[:pairs] + FIRST_KEY
+    values = torch.randint(VALUES, (pairs,), generator=draw) + FIRST_VALUE
+    tokens = torch.randint(BYTES, (num,), generator=draw)
+    tokens[: 2 * pairs] = torch.stack([keys, values], 1).flatten()
+    known = torch.zeros(num, dtype=torch.bool)
+    starts = torch.arange(2 * pairs, num - 3, APART)
+    starts = starts + torch.randint(APART - 3, starts.shape, generator=draw)
+    starts = starts[starts + 2 < num]
+    asked = torch.randint(pairs, starts.shape, generator=draw)
+    for offset, said in ((0, QUESTION), (1, keys[asked]), (2, values[asked])):
+        tokens[starts + offset] = said
+    known[starts + 2] = True
+    return tokens, known
+
+
+def _copy(num: int, draw: torch.Generator, _: bool) -> Sequences:
+    length = int(torch.randint(num // 4, num // 2 - 1, (), generator=draw))
+    tokens = torch.randint(BYTES, (num,), generator=draw)
+    text = torch.randint(KEYS, (length,), generator=draw) + FIRST_KEY
+    tokens[:length], tokens[num - length :] = text, text
+    tokens[num - length - 1] = AGAIN
+    known = torch.zeros(num, dtype=torch.bool)
+    known[num - length + 1 :] = True  # from the second on: the first one's place is not marked
+    return tokens, known
+
+
+def _bytes(num: int, draw: torch.Generator, evaluation: bool) -> Sequences:
+    texts = [text for text in corpus(evaluation) if len(text) > num]
+    if not texts:
+        raise ValueError(f"no package has {num} bytes of text: pass a smaller --length")
+    sizes = torch.tensor([float(len(text)) for text in texts])
+    text = texts[int(torch.multinomial(sizes, 1, generator=draw))]
+    start = int(torch.randint(len(text) - num, (), generator=draw))
+    return text[start : start + num].long(), torch.ones(num, dtype=torch.bool)
+
+
+@cache
+def corpus(evaluation: bool) -> list[Tensor]:
+    """Returns the bytes of each installed package's text, uint8: for evaluation, or the others."""
+    found: list[Tensor] = []
+    room = CORPUS_BYTES // (HELD_OUT if evaluation else 1)
+    packages = sorted(x for x in Path(sysconfig.get_paths()["purelib"]).iterdir() if x.is_dir())
+    for number, package in enumerate(packages):
+        if (number % HELD_OUT == 0) != evaluation or room <= 0:
+            continue
+        files = sorted(f for f in package.rglob("*") if f.suffix in SUFFIXES and f.is_file())
+        text = bytearray()
+        for file in files:
+            text += file.read_bytes()
+            if len(text) > min(room, CORPUS_BYTES // HELD_OUT):  # no package is all of the corpus
+                break
+        if text:
+            found.append(torch.frombuffer(text, dtype=torch.uint8))
+            room -= len(text)
+    return found
+
+
+BASE = 5e5  # of the rotation
+
+
+@dataclass(frozen=True)
+class Sizes:
+    vocabulary: int
+    width: int = 256
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Exact if there is no pattern; `on_index` is called with (layer, q, k, index)."""
+
+    pattern: VerticalSlash | None = None
+    on_index: Callable[..., None] | None = None
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Returns o [B, T, H, D]; q, k and v have their tokens in dimension 1, too."""
+        if self.pattern is None:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return o.transpose(1, 2)
+        o, index = sparse_attention(q, k, v, pattern=self.pattern, return_index=True)
+        if self.on_index is not None:
+            self.on_index(layer, q.detach(), k.detach(), index)
+        return o  # type: ignore[no-any-return]
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Returns x [B, T, H, D] with rotary embedding, in its dtype; computed in fp32."""
+    T, half = x.shape[1], x.shape[-1] // 2
+    frequency = BASE ** -(torch.arange(half, dtype=torch.float64, device=x.device) / half)
+    angle = torch.arange(T, device=x.device)[:, None, None] * frequency
+    cos, sin = angle.cos().float(), angle.sin().float()
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+def with_token_before(x: Tensor) -> Tensor:
+    """Returns x [B, T, C] with the second half of its channels from the token before."""
+    before = F.pad(x, (0, 0, 1, 0))[:, :-1]
+    half = x.shape[-1] // 2
+    return torch.cat([x[..., :half], before[..., half:]], -1)
+
+
+class Layer(nn.Module):
+    """Half of the channels in front of attention are those of the token before.
+
+    So a key can say which token came before it, and one layer can look up what followed a token.
+    """
+
+    def __init__(self, size: Sizes, number: int) -> None:
+        super().__init__()
+        self.size, self.number = size, number
+        rows = (size.heads + 2 * size.kv_heads) * size.head_dim
+        self.before_attention, self.before_mlp = nn.RMSNorm(size.width), nn.RMSNorm(size.width)
+        self.qkv = nn.Linear(size.width, rows, bias=False)
+        self.out = nn.Linear(size.heads * size.head_dim, size.width, bias=False)
+        self.up = nn.Linear(size.width, 6 * size.width, bias=False)  # and its gate
+        self.down = nn.Linear(3 * size.width, size.width, bias=False)
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.down.weight)
+
+    def forward(self, x: Tensor, attention: Attention) -> Tensor:
+        size = self.size
+        heads = self.qkv(with_token_before(self.before_attention(x)))
+        heads = heads.unflatten(-1, (-1, size.head_dim))
+        q, k, v = heads.split([size.heads, size.kv_heads, size.kv_heads], 2)
+        q, k = rotated(q), rotated(k)
+        x = x + self.out(attention(self.number, q, k, v.contiguous()).flatten(2))
+        gate, up = self.up(self.before_mlp(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
+
+
+class Model(nn.Module):
+    def __init__(self, size: Sizes) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(size.vocabulary, size.width)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        self.layers = nn.ModuleList(Layer(size, n) for n in range(size.layers))
+        self.norm = nn.RMSNorm(size.width)
+        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor, labels: Tensor, attention: Attention) -> tuple[Any, ...]:
+        """Returns the row, the loss and the correctness of each label, [labels] each."""
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, attention)
+        row, column = (labels >= 0).nonzero(as_tuple=True)
+        logits = self.head(self.norm(x[row, column])).float()
+        want = labels[row, column]
+        loss = F.cross_entropy(logits, want, reduction="none")
+        return (row, column), loss, logits.detach().argmax(-1) == want
+
 
 SHORT, EXACT = "short", "exact"
 FIRST_LENGTH = 64  # tokens of a sequence at the first steps
@@ -219,23 +409,18 @@ def described(name: str, found: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line."""
-    options = parse(arguments)
-    Experiment(options).train()
-    return 0
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.quality",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    plain, program = argparse.RawDescriptionHelpFormatter, "python -m benchmarks.quality"
+    parser = argparse.ArgumentParser(program, None, __doc__, formatter_class=plain)
     add = parser.add_argument
     add("--folder", type=Path, required=True, help="results and checkpoints")
     add("--minutes", type=float, default=60.0, help="stop then; the next call goes on")
     add("--short-minutes", type=float, default=1e9, help="go on to long sequences then")
-    add("--targets", type=_numbers, default=[0.5, 0.8, 0.95], help="of the masks")
+    add(
+        "--targets",
+        type=lambda x: [float(n) for n in x.split(",")],
+        default=[0.5, 0.8, 0.95],
+        help="of the masks",
+    )
     add("--max-v", type=int, default=4096)
     add("--short", type=int, default=4096, help="tokens of a short sequence, in the end")
     add("--short-rows", type=int, default=4, help="such sequences of each task in a step")
@@ -249,11 +434,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--tiny", action="store_true", help="a model for a CPU")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    return parser.parse_args(arguments)
-
-
-def _numbers(text: str) -> list[float]:
-    return [float(x) for x in text.split(",")]
+    Experiment(parser.parse_args(arguments)).train()
+    return 0
 
 
 if __name__ == "__main__":
