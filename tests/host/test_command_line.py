@@ -14,6 +14,7 @@ import pytest
 from qla_kernels.__main__ import COMMANDS, main
 from qla_kernels.lab import selftest
 from qla_kernels.runtime import jit
+from tests import zygote
 from tests.limits import HANG
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,6 +48,10 @@ def run(*command: object, cwd: Path = ROOT, path: Path = ROOT) -> subprocess.Com
         timeout=HANG,
         check=False,
     )
+
+
+def forked(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return zygote.run(code, *arguments, cwd=ROOT, path=str(ROOT), env=os.environ)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -94,14 +99,14 @@ def test_the_installed_command_is_this_one():
 
 
 def test_starting_imports_no_tilelang():
-    assert run("-c", IMPORTED, "--help").stdout.splitlines()[-1] == "0"
-    assert run("-c", IMPORTED, "no-command").stdout.splitlines()[-1] == "2"
+    assert forked(IMPORTED, "--help").stdout.splitlines()[-1] == "0"
+    assert forked(IMPORTED, "no-command").stdout.splitlines()[-1] == "2"
     for command in (
         ["doctor", "--fingerprint"],
         ["inspect", "conv.fwd", "--schedule"],
         ["selftest"],
     ):
-        assert run("-c", IMPORTED, *command).stdout.splitlines()[-1] == "0"
+        assert forked(IMPORTED, *command).stdout.splitlines()[-1] == "0"
 
 
 @pytest.mark.parametrize(
@@ -117,7 +122,7 @@ def test_starting_imports_no_tilelang():
 )
 def test_what_a_command_needs_is_said(arguments, tmp_path):
     given = [argument.format(folder=tmp_path) for argument in arguments]
-    done = run("-c", WITHOUT_TILELANG, *given)
+    done = forked(WITHOUT_TILELANG, *given)
     said = done.stdout + done.stderr
     assert done.returncode in (1, 2)
     assert re.search(r"tilelang cannot be imported \(.*; need TileLang [\d.]+ or newer", said)
@@ -136,7 +141,7 @@ def test_what_needs_a_checkout_says_so(tmp_path):
 
 
 def test_schedules_need_no_tilelang():
-    done = run("-c", WITHOUT_TILELANG, "inspect", "gdn.kkt_solve", "--schedule")
+    done = forked(WITHOUT_TILELANG, "inspect", "gdn.kkt_solve", "--schedule")
     assert done.returncode == 0, done.stderr
     assert "| solve | 0-3 |" in done.stdout
 

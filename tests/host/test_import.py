@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from qla_kernels.runtime import cpu
+from tests import zygote
 from tests.limits import HANG
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,17 +20,23 @@ ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_TILELANG = "import sys; sys.modules.update(tilelang=None, tvm=None, tvm_ffi=None)"
 
 
+KEPT = {k: v for k, v in os.environ.items() if not k.startswith(("QLA_", "PYTHON"))}
+NOWHERE = Path(sys.executable).parent  # so that only a path can provide modules
+
+
 def fresh(code: str, path: str = str(ROOT), **env: str) -> str:
     """What a new interpreter says when it runs this code."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("QLA_", "PYTHON"))}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=Path(sys.executable).parent,  # so that only `path` can provide modules
-        env={**kept, "PYTHONPATH": path, **env},
-        timeout=HANG,
-    )
+    how = {"capture_output": True, "text": True, "cwd": NOWHERE, "timeout": HANG}
+    env = {**KEPT, "PYTHONPATH": path, **env}
+    return said(subprocess.run([sys.executable, "-c", code], env=env, check=False, **how))
+
+
+def beside_torch(code: str, path: str = str(ROOT)) -> str:
+    """What a process says that has imported torch and nothing else when it runs this code."""
+    return said(zygote.run(code, cwd=NOWHERE, path=path, env=KEPT))
+
+
+def said(done: subprocess.CompletedProcess[str]) -> str:
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
@@ -43,17 +50,21 @@ assert not {"torch", "tilelang", "einops", "reference"} & set(sys.modules), sort
 
 
 def test_a_cpu_call_does_not_import_tilelang():
-    fresh("""
+    beside_torch("""
 import sys, torch
-from qla_kernels import chunk_gated_delta_rule
+from qla_kernels import causal_conv1d, chunk_gated_delta_rule, gated_rms_norm
 x = torch.randn(1, 5, 2, 8)
 chunk_gated_delta_rule(x, x, x, -torch.rand(1, 5, 2), torch.rand(1, 5, 2))
 assert not {"tilelang", "tvm", "triton", "torch._dynamo"} & set(sys.modules)
+x = torch.randn(9, 8, requires_grad=True)
+causal_conv1d(x, torch.randn(8, 4), None, "silu").sum().backward()
+gated_rms_norm(x, x, torch.randn(8)).sum().backward()
+assert not {"tilelang", "tvm"} & set(sys.modules)
 """)
 
 
 def test_kernel_files_and_what_launches_them_need_no_tilelang():
-    fresh(
+    beside_torch(
         WITHOUT_TILELANG
         + """
 from qla_kernels.runtime import jit
@@ -68,7 +79,7 @@ assert all(kernel.module.schedule(variant).threads for kernel, variant in varian
 
 
 def test_a_cpu_call_needs_neither_tilelang_nor_a_gpu():
-    fresh(
+    beside_torch(
         WITHOUT_TILELANG
         + """
 import torch
@@ -84,7 +95,7 @@ assert not torch.cuda.is_initialized()
 
 
 def test_import_adds_little_to_torch():
-    out = fresh("""
+    out = beside_torch("""
 import time, torch
 start = time.process_time()
 import qla_kernels
@@ -95,7 +106,7 @@ print(time.process_time() - start)
 
 
 def test_every_public_name_resolves_and_others_do_not():
-    fresh("""
+    beside_torch("""
 import qla_kernels
 for name in qla_kernels.__all__:
     assert getattr(qla_kernels, name) is getattr(qla_kernels, name), name
@@ -183,13 +194,13 @@ def test_a_foreign_package_called_reference_is_neither_used_nor_run(tmp_path):
     code = (
         CPU_CALL + "from qla_kernels.runtime.cpu import reference; print(reference().gdn.__file__)"
     )
-    assert fresh(code, foreign(tmp_path)) == f"{ROOT / 'reference' / 'gdn.py'}\n"
+    assert beside_torch(code, foreign(tmp_path)) == f"{ROOT / 'reference' / 'gdn.py'}\n"
 
 
 @pytest.mark.parametrize("lines", [(CPU_CALL, "import reference"), ("import reference", CPU_CALL)])
 def test_a_foreign_package_called_reference_is_imported_by_its_name(lines, tmp_path):
     """Before and after a CPU call."""
-    assert fresh("\n".join(lines), foreign(tmp_path)) == "foreign code ran\n"
+    assert beside_torch("\n".join(lines), foreign(tmp_path)) == "foreign code ran\n"
 
 
 @pytest.mark.parametrize("ours_first", [False, True])
@@ -199,7 +210,7 @@ def test_whoever_imports_reference_gets_the_modules_that_cpu_calls_use(ours_firs
         "from reference import gdn",
     ]
     lines = lines if ours_first else lines[::-1]
-    fresh("\n".join([*lines, "assert reference().gdn is gdn"]))
+    beside_torch("\n".join([*lines, "assert reference().gdn is gdn"]))
 
 
 def test_a_package_without_its_reference_says_so(monkeypatch, tmp_path):

@@ -3,9 +3,9 @@
 import importlib
 import importlib.metadata
 import json
+import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from qla_kernels.integrations import engines
 from qla_kernels.lab import doctor
 from qla_kernels.runtime import device, digests
 from qla_kernels.runtime.native import prebuilt
-from tests.limits import HANG
+from tests import zygote
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,10 +29,7 @@ sys.exit(doctor.main(sys.argv[1:]))
 
 
 def without_tilelang(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", WITHOUT_TILELANG, *arguments]
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=HANG, check=False
-    )
+    return zygote.run(WITHOUT_TILELANG, *arguments, cwd=ROOT, path=str(ROOT), env=os.environ)
 
 
 def test_report_for_people_names_every_section(capsys):
