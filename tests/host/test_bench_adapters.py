@@ -1,8 +1,7 @@
 """Every rival's adapter, run against a stand-in that undoes the library's conventions."""
 
 import ast
-import subprocess
-import sys
+import os
 from graphlib import TopologicalSorter
 
 import pytest
@@ -19,6 +18,7 @@ from benchmarks.rivals import implementations, known
 from benchmarks.serving import engine_functions
 from benchmarks.serving.rivals import VLLM
 from qla_kernels.gdn import ops
+from tests import zygote
 from tests.host import rival_stand_ins as rivals
 
 CPU = torch.device("cpu")
@@ -230,9 +230,8 @@ def test_adapters_import_no_rival():
     imports = "; ".join(f"implementations({family!r})" for family in SETS)
     program = f"import sys; from benchmarks.rivals import implementations; {imports}; "
     program += f"print({{*{RIVALS}}} & {{*sys.modules}})"
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
+    done = zygote.run(program, cwd=ROOT, path=str(ROOT), env=os.environ)
+    assert done.stdout == "set()\n", done.stderr
 
 
 def test_no_file_of_the_benchmarks_imports_itself_by_way_of_others():

@@ -2,8 +2,7 @@
 
 import inspect
 import os
-import subprocess
-import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -15,6 +14,7 @@ from qla_kernels.gdn.decode import api as decode_api
 from qla_kernels.gdn.plan import EXACT_LOG_BOUND, WARM_LOG_BOUND
 from qla_kernels.runtime.errors import Unsupported
 from qla_kernels.runtime.op import schema
+from tests import zygote
 from tests.gdn_calls import call
 
 RECORDS = (Call, SavedForward, Incoming, Options)
@@ -105,7 +105,8 @@ def test_the_environment_says_what_a_call_does_not(switch, given, option, value,
 def test_the_environment_is_read_at_import():
     said = "from qla_kernels.gdn.keywords import *; print(EXACT_BY_DEFAULT, INVARIANT_BY_DEFAULT)"
     env = os.environ | {"QLA_EXACT": "0", "QLA_BATCH_INVARIANT": "1"}
-    done = subprocess.run([sys.executable, "-c", said], env=env, capture_output=True, text=True)
+    root = Path(__file__).parents[2]
+    done = zygote.run(said, cwd=root, path=str(root), env=env)
     assert done.stdout == "False True\n"
 
 

@@ -4,7 +4,6 @@ import errno
 import logging
 import os
 import re
-import subprocess
 import sys
 import time
 import types
@@ -17,6 +16,9 @@ from qla_kernels.lab import warmup
 from qla_kernels.runtime import jit
 from qla_kernels.runtime.dump import dump
 from qla_kernels.runtime.errors import Unsupported
+from tests import zygote
+
+ROOT = Path(__file__).parents[2]
 
 
 class Variant(NamedTuple):
@@ -30,14 +32,7 @@ def module(name: str = "qla_kernels.gdn.kernels.kkt_solve") -> Any:
 
 def run(code: str, **environment: str) -> str:
     """Output of a fresh interpreter, from the repository's root."""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | environment,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = zygote.run(code, cwd=ROOT, path=str(ROOT), env=os.environ | environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -96,14 +91,7 @@ def test_a_home_that_cannot_be_written_names_the_setting() -> None:
         "jit.compile(delta, delta.VARIANTS[0])",
         "from qla_kernels.lab import warmup; exit(warmup.main(['--model', 'qwen3-next']))",
     ):
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env=home | {"HOME": "/proc/x"},
-            cwd=Path(__file__).parents[2],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = zygote.run(code, cwd=ROOT, path=str(ROOT), env=home | {"HOME": "/proc/x"})
         assert done.returncode == 1
         assert re.search(named, done.stderr.splitlines()[-1]), done.stderr
 

@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import torch
 
 from qla_kernels.runtime import jit, sizes
 from qla_kernels.runtime.errors import Unsupported
+from tests import zygote
 
 pytest.importorskip("tilelang", reason="kernel files import TileLang")
 
@@ -30,6 +29,7 @@ UNREAD = {
     "sparse_ring.round_sums": ["dk"],
     "sparse_ring.scatter": ["dk"],
 }
+ROOT = Path(__file__).parents[2]
 
 
 def arguments(prim_func: Any) -> list[Any]:
@@ -139,14 +139,9 @@ def test_a_kernel_from_the_disk_cache_is_checked_alike(tmp_path: Path) -> None:
     except Unsupported as missing:
         pytest.skip(str(missing))
     for _ in ("compiled", "found"):
-        done = subprocess.run(
-            [sys.executable, "-c", LAUNCH],
-            env=os.environ | {"TILELANG_CACHE_DIR": str(tmp_path)},
-            cwd=Path(__file__).parents[2],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        env = os.environ | {"TILELANG_CACHE_DIR": str(tmp_path)}
+        done = zygote.run(LAUNCH, cwd=ROOT, path=str(ROOT), env=env)
+        assert done.returncode == 0, done.stderr
         wrong, right = done.stdout.splitlines()
         assert wrong == (
             "ValueError attn.delta-bf16: o is [1, 7, 2, 1, 64]; need [1, 8, 2, 1, 64],"
