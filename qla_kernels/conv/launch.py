@@ -3,6 +3,7 @@
     conv_fwd     launches fwd
     conv_bwd     launches bwd, for a prefix tree join_parts, and weight_sums
     conv_update  launches update
+    conv_prefill launches prefill
 
 Nothing here reads a tensor's values, so the host does not wait for the GPU.
 """
@@ -18,11 +19,12 @@ from qla_kernels.conv.heuristics import run_tokens
 from qla_kernels.conv.kernels import bwd as bwd_kernel
 from qla_kernels.conv.kernels import fwd as fwd_kernel
 from qla_kernels.conv.kernels import join_parts as join_parts_kernel
+from qla_kernels.conv.kernels import prefill as prefill_kernel
 from qla_kernels.conv.kernels import update as update_kernel
 from qla_kernels.conv.kernels import weight_sums as weight_sums_kernel
 from qla_kernels.conv.ops import ConvBackward, ConvTables
 from qla_kernels.conv.shapes import PIECE, RUNS
-from qla_kernels.conv.validate import FAR, OP, UPDATE_OP, flattens, token_step
+from qla_kernels.conv.validate import FAR, OP, PREFILL_OP, UPDATE_OP, flattens, token_step
 from qla_kernels.runtime import device, jit
 from qla_kernels.runtime.sm90 import FLOATS, dtype_name, low_words, readable, require_aligned
 
@@ -144,10 +146,9 @@ def conv_update(
     require_aligned(UPDATE_OP, x=x, out=y)
     if y.numel():
         with device.of(x):
-            W, (_, C), step = weight.shape[1], x.shape, rows.stride(1)
+            W, (_, C) = weight.shape[1], x.shape
             parameters = _parameters(_at_pieces(weight), None if bias is None else _at_pieces(bias))
             nothing = y.view(-1)[:2].view(torch.int32)
-            whole = (rows.stride(0), rows.stride(2), rows.data_ptr() // rows.element_size())
             jit.compile(update_kernel, update_kernel.Variant(dtype_name(x.dtype), W))(
                 x.as_strided(x.shape, (x.stride(0) if len(x) > 1 else C, 1)),
                 *parameters.tensors,
@@ -156,13 +157,70 @@ def conv_update(
                 y,
                 int(indices is not None),
                 null_slot,
-                int(step == 1 and not any(n % PIECE for n in whole)),
+                _adjacent(rows),
                 *heads_of(norm_heads, norm_size),
                 *parameters.numbers,
                 0.0 if silu else 1.0,
             )
     for changed in (rows, y):  # the dispatcher does so, but may be bypassed
         torch.autograd.graph.increment_version(changed)
+
+
+@torch.no_grad()
+def conv_prefill(
+    x: Tensor,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    bounds: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    offsets: Tensor | None,
+    kept: Tensor | None,
+    null_slot: int,
+    silu: bool,
+    norm_heads: int = 0,
+    norm_size: int = 0,
+) -> Tensor:
+    """Convolves packed sequences that go on from a pool; returns y [T, C] and updates the pool.
+
+    `rows` is the pool [slots, C, W - 1 or more] of the last tokens. The tables are [N], but for
+    bounds [N + 1].
+    """
+    require_aligned(PREFILL_OP, x=x)
+    y = x.new_empty(x.shape)
+    if y.numel() and len(starts):
+        with device.of(x):
+            x, W = x[None], weight.shape[1]
+            variant = prefill_kernel.Variant(dtype_name(x.dtype), W)
+            places = prefill_kernel.schedule(variant).ctas_per_sm
+            shares = _shares(x, places, norm_heads, norm_size)
+            parameters = _parameters(weight, bias)
+            keeps = (starts, starts) if offsets is None or kept is None else (offsets, kept)
+            jit.compile(prefill_kernel, variant)(
+                _rows(x),
+                *parameters.tensors,
+                low_words(bounds),
+                rows[..., : W - 1],
+                *map(low_words, (starts, ends, *keeps)),
+                _rows(y[None]),
+                int(offsets is not None),
+                null_slot,
+                _adjacent(rows),
+                *shares.numbers,
+                *parameters.numbers,
+                0.0 if silu else 1.0,
+            )
+    else:
+        y.zero_()
+    torch.autograd.graph.increment_version(rows)  # the dispatcher does so, but may be bypassed
+    return y
+
+
+def _adjacent(rows: Tensor) -> int:
+    """Returns 1 if a kernel can read PIECE channels of a slot at a time, otherwise 0."""
+    whole = rows.stride(0), rows.stride(2), rows.data_ptr() // rows.element_size()
+    return int(rows.stride(1) == 1 and not any(n % PIECE for n in whole))
 
 
 def _at_pieces(x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
     conv_fwd, conv_bwd   the convolution of packed tokens, and its gradients
     conv_update          the convolution of one token of each sequence, with a pool of last tokens
+    conv_prefill         that of packed sequences which go on from such a pool
 
 In the first two x is [B, T, C]. The list `tables` says which tokens belong to which sequence:
 
@@ -16,6 +17,7 @@ channels, dy2 that of the next channels, and dy3 that of the last; each n is a m
 CUDA tensors go to launch.py. No result shares memory with an argument.
 """
 
+from itertools import pairwise
 from typing import Annotated, NamedTuple
 
 import torch
@@ -119,6 +121,44 @@ def conv_update(
     results, after = reference().conv.update(x[live], last[slots[live]], weight, bias, silu, heads)
     y.copy_(torch.zeros_like(y).index_put((live,), results))  # y may be x
     last[slots[live]] = after
+
+
+@op(LAUNCHES)
+def conv_prefill(
+    x: Tensor,
+    rows: Overwritten,
+    weight: Tensor,
+    bias: Tensor | None,
+    bounds: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    offsets: Tensor | None,
+    kept: Tensor | None,
+    null_slot: int,
+    silu: bool,
+    norm_heads: int = 0,
+    norm_size: int = 0,
+) -> Annotated[Tensor, "like x"]:
+    """Returns y [T, C], and writes slots of the pool [slots, C, W - 1 or more]."""
+    reach, y, later = weight.shape[1] - 1, torch.zeros(x.shape, dtype=x.dtype), []
+    heads = norm_heads, norm_size
+    for n, (first, end) in enumerate(pairwise(bounds.tolist())):
+        if first == end:
+            continue
+        old = x.new_zeros(reach, x.shape[1])
+        if (start := int(starts[n])) > null_slot:
+            old = rows[start, :, :reach].T
+        line = torch.cat([old, x[first:end]])
+        whole = torch.tensor([0, len(line)])
+        done = reference().conv.forward(line, weight, bias, silu, whole, heads=heads)
+        y[first:end] = done[reach:]
+        stops = [(int(ends[n]), end - first)]
+        if offsets is not None and kept is not None and 0 < int(offsets[n]) <= end - first:
+            stops.append((int(kept[n]), int(offsets[n])))
+        later += [(slot, line[stop : stop + reach].T) for slot, stop in stops if slot > null_slot]
+    for slot, last in later:
+        rows[slot, :, :reach] = last
+    return y
 
 
 def _nodes(x: Tensor, tables: list[Tensor]) -> list[Tensor]:

@@ -31,6 +31,7 @@ from qla_kernels.runtime.sm90 import (
 
 OP = "causal_conv1d"
 UPDATE_OP = "causal_conv1d_update"
+PREFILL_OP = "prefill_causal_conv1d"
 SLOTS = "conv_state_indices"
 
 FIXES = {
@@ -46,6 +47,14 @@ UPDATE = Signature(
     conv_state="pass the pool of last tokens",
     conv_state_indices="pass the slot of each sequence",
     out="leave it out",
+    **FIXES,
+)
+PREFILL = Signature(
+    f"x [T, channels+]; conv_state [slots, channels, places] as x; {PARAMETERS};"
+    "cu_seqlens [N + 1] int; state_indices [N] int; start_indices [N] int?;"
+    "checkpoint_offsets [N] int?; checkpoint_indices [N] int?",
+    conv_state="pass the pool of last tokens",
+    state_indices="pass the slot of each sequence",
     **FIXES,
 )
 
@@ -208,15 +217,25 @@ def check_update(
 ) -> None:
     """Raises ValueError unless the arguments of `causal_conv1d_update` fit together."""
     UPDATE.check(op, x, rows, weight, bias, indices, out)
+    check_pool(op, rows, weight, activation, null_slot)
+    if indices is None and rows.shape[0] < len(x):
+        got = f"{len(x)} sequences and {rows.shape[0]} slots, without {SLOTS}"
+        raise ValueError(need(op, got, "a slot for each", "pass the slot of each sequence"))
+
+
+def check_pool(
+    op: str, rows: Tensor, weight: Tensor, activation: str | None, null_slot: int
+) -> None:
+    """Raises ValueError unless a pool of last tokens has room, and the other arguments are known.
+
+    `rows` is the pool, and the error names `op`.
+    """
     check_activation(op, "activation", activation, ACTIVATIONS)
     if rows.shape[2] < (most := weight.shape[1] - 1):
         got = f"conv_state has shape {tuple(rows.shape)}"
         needs = f"[slots, channels, width - 1] with at least {most} places"
         raise ValueError(need(op, got, needs, UPDATE.fixes["conv_state"]))
     check_null_slot(op, null_slot)
-    if indices is None and rows.shape[0] < len(x):
-        got = f"{len(x)} sequences and {rows.shape[0]} slots, without {SLOTS}"
-        raise ValueError(need(op, got, "a slot for each", "pass the slot of each sequence"))
 
 
 def refused_rows(op: str, rows: Tensor) -> str | None:

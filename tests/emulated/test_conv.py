@@ -5,8 +5,8 @@ import functools
 import pytest
 import torch
 
-from qla_kernels.conv import launch
-from qla_kernels.conv.kernels import fwd, join_parts, weight_sums
+from qla_kernels.conv import launch, ops
+from qla_kernels.conv.kernels import fwd, join_parts, prefill, weight_sums
 from qla_kernels.hybrid.conv_tables import tree_tables
 from qla_kernels.runtime import jit
 from tests.compare import FP32, assert_close
@@ -207,3 +207,42 @@ def test_wrong_tables_stay_inside():
         x = case(TREE, "cpu", channels=8)._replace(tables=given)
         launch.conv_fwd(*x[:-1])
         launch.conv_bwd(x.dy, *x[:-1])
+
+
+PLACES = {
+    "tokens": lambda slots, C, W: torch.randn(slots, W - 1, C).mT,
+    "channels": lambda slots, C, W: torch.randn(slots, C, W - 1),
+    "more places": lambda slots, C, W: torch.randn(slots, C, W + 2),
+}
+PROMPTS = [  # lengths, heads, channels, form of the pool
+    ([1, 1, 2, 40, 3, 0, 9, 70], (0, 0), 40, "tokens"),
+    ([17, 1, 2], (2, 16), 40, "channels"),
+    ([2] * 20, (2, 128), 264, "more places"),
+    ([130], (1, 160), 168, "tokens"),
+]
+
+
+@pytest.mark.kernels("conv.prefill")
+@pytest.mark.parametrize("tokens", [1, 2, 5, 37])
+@pytest.mark.parametrize("variant", prefill.VARIANTS, ids=jit.variant_id)
+def test_prompts_go_on_from_a_pool(variant, tokens, monkeypatch):
+    """Runs of any length; sequences that start from nothing, keep tokens on the way, are short."""
+    monkeypatch.setattr(launch, "run_tokens", lambda *_: tokens)
+    W, dtype = variant.W, getattr(torch, variant.dtype)
+    for lengths, heads, C, form in PROMPTS:
+        N = len(lengths)
+        pool = PLACES[form](2 * N + 3, C, W).to(dtype)
+        ends, kept = (torch.randperm(2 * N + 2)[: 2 * N].int() + 1).split(N)
+        starts = torch.where(torch.rand(N) < 0.6, ends, 0).int()
+        offsets = torch.tensor([n * (i % 3) // 2 for i, n in enumerate(lengths)]).int()
+        x = torch.randn(sum(lengths) + 3, C + 8).to(dtype)[:, :C]
+        x[sum(lengths) :] = torch.nan
+        weight, bias = torch.randn(C, W).to(dtype), torch.randn(C).to(dtype)
+        bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+        tables = bounds, starts, ends, offsets, kept
+        exact, want_pool = x.nan_to_num().double(), pool.double()
+        call = weight.double(), bias.double(), *tables, 0, True, *heads
+        want = ops.conv_prefill(exact, want_pool, *call)
+        y = launch.conv_prefill(x, pool, weight, bias, *tables, 0, True, *heads)
+        assert torch.equal(pool.double(), want_pool)
+        assert_close("y", y, want, ROUNDING[dtype])

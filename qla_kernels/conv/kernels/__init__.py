@@ -1,3 +1,3 @@
-"""The kernels of the causal convolution: module names, of a training step and of decoding."""
+"""The kernels of the causal convolution: module names, of a training step and of engines."""
 
-KERNELS = ("fwd", "bwd", "join_parts", "weight_sums", "update")
+KERNELS = ("fwd", "bwd", "join_parts", "weight_sums", "update", "prefill")

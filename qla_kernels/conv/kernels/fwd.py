@@ -87,7 +87,7 @@ def schedule(variant: Variant) -> Schedule:
 
 
 @T.macro
-def conv(x, y, nodes, of, r_w, r_b, W, run, end_run, left: "T.Ref", piece, least, norms):
+def conv(x, y, nodes, of, r_w, r_b, W, run, end_run, left: "T.Ref", piece, least, norms, pool=None):
     """Takes a run of tokens, and sets `left` to the first that is of no sequence, or to end_run.
 
     `norms` says at compile time whether the warp's channels are heads.
@@ -108,7 +108,7 @@ def conv(x, y, nodes, of, r_w, r_b, W, run, end_run, left: "T.Ref", piece, least
         end = T.max(first, uniform(bound(nodes, node + 1, num_tokens)))
         stop = T.min(end, end_run)
         if first < stop:
-            load_window(x, nodes, r_line, r_row, node, begin, first, piece, num_tokens)  # 2
+            load_window(x, nodes, r_line, r_row, node, begin, first, piece, num_tokens, pool)  # 2
             load_rows(x, r_row, first, stop - 1, piece)
             t = first
             while t + ahead <= stop:

@@ -32,7 +32,7 @@ from qla_kernels.conv.kernels.heads import (
     pair_bytes,
 )
 from qla_kernels.conv.kernels.pieces import SOURCE, factor
-from qla_kernels.conv.kernels.walk import convolved
+from qla_kernels.conv.kernels.walk import convolved, move_channels
 from qla_kernels.conv.shapes import LANES, PIECE, WIDTHS
 from qla_kernels.tile.dependent import await_previous
 from qla_kernels.tile.named_barriers import NamedBarrier
@@ -108,12 +108,6 @@ def schedule(variant: Variant) -> Schedule:
         smem_bytes=pair_bytes(UPDATE_WARPS),
         ctas_per_sm=8,
     )
-
-
-def move_channels(function, to, from_, step, adjacent):
-    """Copies a thread's channels of one number of a row; `step` is in elements."""
-    to, from_ = T.access_ptr(to, "w", PIECE), T.access_ptr(from_, "r", PIECE)
-    return T.call_extern("handle", f"qla::{function}_channels", to, from_, step, adjacent)
 
 
 def taps(to, from_, first, dtype):

@@ -35,6 +35,26 @@ class Sections(NamedTuple):
     piece: Any  # number of the piece there
 
 
+class Pool(NamedTuple):
+    """Slots of the last W - 1 tokens of sequences, the oldest first, and the slots of nodes."""
+
+    rows: Any  # [slots, channels, W - 1]
+    starts: Any  # [nodes] the slot with the tokens before a node's first
+    ends: Any  # [nodes] the slot for the node's last tokens
+    offsets: Any  # [nodes] tokens after which the last ones are kept as well; 0: never
+    kept: Any  # [nodes] the slot for these
+    keeps: Any  # 0: offsets and kept are not read
+    null_slot: Any  # slots up to this one are none
+    step: Any  # elements between channels of a slot
+    adjacent: Any  # 1: PIECE channels can be read at a time
+
+
+def move_channels(function, to, from_, step, adjacent):
+    """Copies a thread's channels of one number of a row; `step` is in elements."""
+    to, from_ = T.access_ptr(to, "w", PIECE), T.access_ptr(from_, "r", PIECE)
+    return T.call_extern("handle", f"qla::{function}_channels", to, from_, step, adjacent)
+
+
 def bound(nodes: Nodes, n: Any, num_tokens: Any) -> Any:
     """Returns the first token of node n; the number of tokens in sequences for n = num_nodes."""
     read = clamped(nodes.bounds[n], 0, num_tokens)
@@ -68,9 +88,12 @@ def load_weights(weight, bias, r_w, r_b, channel, weight_dtype, bias_dtype, has_
 
 
 @T.macro
-def load_window(x, nodes, r_line, r_row, node, begin, first, piece, num_tokens):
-    """Sets the first W - 1 rows of r_line to those before token `first` of a node, 0 where none."""
-    reach = nodes.halo.shape[1]
+def load_window(x, nodes, r_line, r_row, node, begin, first, piece, num_tokens, pool=None):
+    """Sets the first W - 1 rows of r_line to those before token `first` of a node, 0 where none.
+
+    With a Pool, rows before a node's first token are those of its slot.
+    """
+    reach = nodes.halo.shape[1] if pool is None else pool.rows.shape[2]
     source = T.alloc_var("int32")
     for i in T.unroll(reach):
         source = first - reach + i
@@ -84,6 +107,35 @@ def load_window(x, nodes, r_line, r_row, node, begin, first, piece, num_tokens):
             load_piece(r_row[i, 0], x, source, piece)
             for e in T.unroll(PIECE):
                 r_line[i, e] = r_row[i, e]
+    if pool is not None:
+        if first == begin:
+            load_slot(pool, r_row, node, 0, piece)
+            for i in T.unroll(reach):
+                for e in T.unroll(PIECE):
+                    r_line[i, e] = r_row[i, e]
+
+
+@T.macro
+def load_slot(pool, r_row, node, first, piece):
+    """Sets rows of r_row to those of a node's slot from place `first` on, as far as there are any.
+
+    Rows of a node without a slot to start from are 0.
+    """
+    count = pool.rows.shape[2]
+    slot = T.alloc_var("int32")
+    slot = pool.starts[node]
+    for i in T.unroll(count):
+        if i + first < count:
+            for e in T.unroll(PIECE):
+                r_row[i, e] = 0
+            if (slot > pool.null_slot) & (slot < pool.rows.shape[0]):
+                move_channels(
+                    "load",
+                    r_row[i, 0],
+                    pool.rows[slot, piece * PIECE, i + first],
+                    pool.step,
+                    pool.adjacent,
+                )
 
 
 @T.macro
