@@ -1,6 +1,7 @@
 """The operators of ops.py on CUDA tensors: makes views and launches kernels.
 
     gated_norm_fwd    launches fwd
+    gated_norm_into   launches fwd
     gated_norm_bwd    launches bwd and weight_sums
 
 Nothing here reads a tensor's values, so the host does not wait for the GPU.
@@ -27,16 +28,37 @@ def gated_norm_fwd(
     x: Tensor, gate: Tensor, weight: Tensor, tables: list[Tensor], eps: float, silu: bool
 ) -> Tensor:
     """Computes the norm and gate; returns y, contiguous, in x's dtype. See ops.py."""
-    require_aligned(OP, x=x, gate=gate)
     y = x.new_empty(x.shape)
+    _forward(x, gate, weight, tables, eps, silu, y)
+    return y
+
+
+@torch.no_grad()
+def gated_norm_into(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, silu: bool, y: Tensor
+) -> None:
+    """Writes y, contiguous, which may be x: a thread has read its numbers before it writes them."""
+    _forward(x, gate, weight, [], eps, silu, y)
+    torch.autograd.graph.increment_version(y)  # the dispatcher does so, but may be bypassed
+
+
+def _forward(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    tables: list[Tensor],
+    eps: float,
+    silu: bool,
+    y: Tensor,
+) -> None:
+    require_aligned(OP, x=x, gate=gate)
     if not y.numel():
-        return y
+        return
     with device.of(x):
         call = _call(fwd_kernel, x, weight, tables, eps, silu)
         jit.compile(fwd_kernel, call.variant)(
             _rows(x), _rows(gate), *call.tensors, _flat(y), call.blocks, *call.numbers
         )
-    return y
 
 
 @torch.no_grad()

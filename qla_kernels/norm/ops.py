@@ -1,7 +1,8 @@
 """The operators: their signatures, and what runs CPU tensors, which is the reference.
 
 x, gate and dy are [N, V], [T, HV, V] or [B, T, HV, V]. `tables` is empty, or has cu_seqlens alone.
-CUDA tensors go to launch.py. No result shares memory with an argument.
+CUDA tensors go to launch.py. No result shares memory with an argument; gated_norm_into writes to y,
+which may be x.
 """
 
 from typing import Annotated, NamedTuple
@@ -10,9 +11,11 @@ import torch
 from torch import Tensor
 
 from qla_kernels.runtime.cpu import reference
-from qla_kernels.runtime.op import op
+from qla_kernels.runtime.op import Overwritten, op
+from qla_kernels.runtime.programs import RECORD, Programs
 
 LAUNCHES = "qla_kernels.norm.launch"
+_INTO = Programs("gated_norm_into")
 
 
 class NormBackward(NamedTuple):
@@ -32,6 +35,34 @@ def gated_norm_fwd(
     y = torch.zeros(x.shape, dtype=x.dtype)
     y[live] = reference().norm.gated_rms_norm(x[live], gate[live], weight, eps, not silu)
     return y
+
+
+@op(LAUNCHES)
+def gated_norm_into(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, silu: bool, y: Overwritten
+) -> None:
+    """Writes y, contiguous, which may be x."""
+    y.copy_(reference().norm.gated_rms_norm(x, gate, weight, eps, not silu))
+
+
+@torch.no_grad()
+def normalise_into(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, silu: bool, y: Tensor
+) -> None:
+    """Runs gated_norm_into, replayed if possible; not differentiable."""
+    arguments = x, gate, weight, eps, silu, y
+
+    def run() -> tuple[Tensor, ...]:
+        gated_norm_into(*arguments)
+        return ()
+
+    lookup = None if torch.compiler.is_compiling() else _INTO.find(*arguments)
+    if type(lookup) is tuple:
+        torch.autograd.graph.increment_version(y)
+    elif lookup is RECORD:
+        _INTO.record(arguments, run)
+    else:
+        run()
 
 
 @op(LAUNCHES)

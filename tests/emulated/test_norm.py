@@ -103,3 +103,12 @@ def test_a_wrong_end_stays_inside():
         call[3] = [torch.tensor([0, end], dtype=torch.int32)]
         launch.gated_norm_fwd(*call)
         launch.gated_norm_bwd(dy, *call)
+
+
+def test_results_in_place():
+    """The same bits as in a tensor of their own; x is gone."""
+    x, gate = torch.randn(2, 70, 3, 64).bfloat16()
+    weight = torch.randn(64)
+    want = launch.gated_norm_fwd(x, gate, weight, [], 1e-6, True)
+    launch.gated_norm_into(x, gate, weight, 1e-6, True, x)
+    assert torch.equal(x, want)
