@@ -74,7 +74,7 @@ class Engine:
 def caches(setup: dict[str, Any]) -> dict[str, str]:
     """Caches of compilers: one for all engines, except where engines write at the same time."""
     room = os.environ.get("ENGINE_CACHES", "/tmp/qla_engine_caches")
-    return {"VLLM_CACHE_ROOT": f"{room}/vllm", "TRITON_CACHE_DIR": f"{room}/triton"}
+    return {"VLLM_CACHE_ROOT": f"{room}/vllm-{setup['who']}", "TRITON_CACHE_DIR": f"{room}/triton"}
 
 
 def check(

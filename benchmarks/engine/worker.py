@@ -237,18 +237,13 @@ def count_calls() -> "Counter[str]":
     plug_in: Any = importlib.import_module("qla_kernels.integrations.vllm")
     of_bits: Any = importlib.import_module("qla_kernels.integrations.vllm_bits")
     calls: Counter[str] = Counter()
-    say, mixed = plug_in.say_ran, plug_in.say_mixed
+    say = plug_in.say_ran
 
     def counted(engine: str, what: str, where: Any) -> None:
         calls[what] += 1
         say(engine, what, where)
 
-    def counted_mixed() -> None:
-        calls["left to vLLM"] += 1
-        mixed()
-
     plug_in.say_ran = of_bits.say_ran = counted
-    plug_in.say_mixed = counted_mixed
     return calls
 
 

@@ -3,18 +3,19 @@
     VLLM_PLUGINS=qla_kernels vllm serve ...
 
 `register` replaces the layer QwenGatedDeltaNetAttention by ours, which runs prefill, decode and
-verification of drafts on our kernels and updates states in the pages of vLLM's cache. In a decoding
-step our kernels also run the convolution and the norm; otherwise these, and always the projections,
-stay vLLM's. Other kinds of batches run on vLLM's kernels. Under QLA_BATCH_INVARIANT=1 the layer is
-that of vllm_bits.py.
+verification of drafts on our kernels and updates states in the pages of vLLM's cache. Our kernels
+also run the convolution in front and the norm behind; the projections and the convolution of drafts
+stay vLLM's. Under QLA_BATCH_INVARIANT=1 the layer is that of vllm_bits.py.
 """
 
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from qla_kernels.conv import causal_conv1d_update
+from qla_kernels.conv.prefill import prefill_causal_conv1d
 from qla_kernels.gdn import (
     packed_decode_gated_delta_rule,
     prefill_gated_delta_rule,
@@ -22,9 +23,11 @@ from qla_kernels.gdn import (
 )
 from qla_kernels.hybrid.step import decode_gated_delta_net
 from qla_kernels.integrations.engines import log, say_ran, unknown_version
-from qla_kernels.integrations.vllm_checks import refused, say_mixed
+from qla_kernels.integrations.vllm_checks import refused
+from qla_kernels.norm.ops import normalise_into
 from qla_kernels.runtime.arguments import switched_on
 from qla_kernels.runtime.errors import Unsupported
+from qla_kernels.tile.constants import CHUNK
 
 NAME = "qla_kernels"
 LAYER = "QwenGatedDeltaNetAttention"
@@ -79,6 +82,33 @@ def layer_on(engine: Any) -> type:
             # vLLM's switch for the operator that has the gate among its arguments
             self.enable_fused_gdn_spec_decode |= _can_norm(self)
 
+        def _warmup_prefill_kernels(self, *_: Any) -> None:
+            """Does nothing: our kernels are built ahead, and no batch runs on vLLM's prefill."""
+
+        def forward_cuda(self, hidden_states: Tensor) -> Tensor:
+            if not _can_norm(self):
+                return super().forward_cuda(hidden_states)  # type: ignore[no-any-return]
+            mixed, ba = self.in_proj_qkvz(hidden_states)[0], self.in_proj_ba(hidden_states)[0]
+            if self.gqa_interleaved_layout:
+                *parts, b, a = self.fix_query_key_value_ordering(mixed, ba)
+                mixed = torch.cat([x.reshape(len(x), -1) for x in parts], -1)
+                ba = torch.cat([b, a], -1)
+            heads = self.num_v_heads // self.tp_size
+            out = hidden_states.new_empty(len(hidden_states), heads, self.head_v_dim)
+            torch.ops.vllm.qwen_gdn_attention_core_fused_norm_packed(
+                mixed, ba, out, layer_name=engine._encode_layer_name(self.prefix)
+            )
+            y: Tensor = self.out_proj(out.flatten(-2))[0]
+            return y
+
+        def _forward_core_fused_norm_packed(
+            self, mixed_qkvz: Tensor, ba: Tensor, core_attn_out: Tensor
+        ) -> None:
+            batch = _batch(engine, self)
+            _clear(core_attn_out, batch)
+            if batch is not None:  # it is None while vLLM measures memory
+                base._forward_core_fused_norm_packed(self, mixed_qkvz, ba, core_attn_out)
+
         def _forward_core_fused_norm(
             self,
             mixed_qkv: Tensor,
@@ -89,36 +119,56 @@ def layer_on(engine: Any) -> type:
         ) -> None:
             tensors = mixed_qkv, b, a, core_attn_out
             batch = _batch(engine, self)
-            if batch is None or not (_only_decodes(batch) and _can_norm(self)):
+            if batch is None or not _can_norm(self) or _verifies_by_vllm(self, batch):
                 super()._forward_core_fused_norm(*tensors[:3], output_gate, core_attn_out)
                 return
             n = batch.num_actual_tokens
             rows, b, a, out = (x[:n] for x in tensors)
-            _decode(engine, self, batch, rows, b, a, out, output_gate[:n])
+            gate = output_gate[:n]
+            if _only_decodes(batch):
+                _decode(engine, self, batch, rows, b, a, out, gate)
+                return
+            _run(engine, self, batch, rows, b, a, out)
+            silu = self.norm.activation == "silu"
+            normalise_into(out, gate, self.norm.weight, self.layer_norm_epsilon, silu, out)
 
         def _forward_core(
             self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor
         ) -> None:
             batch = _batch(engine, self)
             if batch is None:  # while vLLM measures memory
-                super()._forward_core(mixed_qkv, b, a, core_attn_out)
                 return
             n = batch.num_actual_tokens
-            tensors = mixed_qkv[:n], b[:n], a[:n], core_attn_out[:n]
-            if batch.spec_sequence_masks is None and batch.num_prefills > 0:
-                _prefill(engine, self, batch, *tensors)
-            elif _only_decodes(batch):
-                _decode(engine, self, batch, *tensors)
-            elif batch.spec_sequence_masks is not None and not (
-                batch.num_prefills or batch.num_decodes
-            ):
-                _verify(engine, self, batch, *tensors)
-            else:
-                if batch.spec_sequence_masks is not None:
-                    say_mixed()
-                super()._forward_core(mixed_qkv, b, a, core_attn_out)
+            _run(engine, self, batch, *(x[:n] for x in (mixed_qkv, b, a, core_attn_out)))
 
     return QlaGatedDeltaNetAttention
+
+
+def _run(
+    engine: Any, layer: Any, batch: Any, rows: Tensor, b: Tensor, a: Tensor, out: Tensor
+) -> None:
+    """Runs any batch without the norm."""
+    tensors = rows, b, a, out
+    if _only_decodes(batch):
+        _decode(engine, layer, batch, *tensors)
+    elif batch.spec_sequence_masks is None:
+        _prefill(engine, layer, batch, *tensors)
+    elif batch.num_prefills or batch.num_decodes:
+        parts: Any = (_verify, batch.spec_token_indx), (_prefill, batch.non_spec_token_indx)
+        for run, index in parts:
+            mine = [x.index_select(0, index) for x in tensors[:3]]
+            o = out.new_empty(len(index), *out.shape[1:])
+            run(engine, layer, batch, *mine, o)
+            out.index_copy_(0, index.long(), o)
+    else:
+        _verify(engine, layer, batch, *tensors)
+
+
+def _clear(out: Tensor, batch: Any) -> None:
+    """Sets the rows of no token to 0: vLLM's projections run on them, too."""
+    live = 0 if batch is None else batch.num_actual_tokens
+    if live < len(out):
+        out[live:].zero_()
 
 
 def _batch(engine: Any, layer: Any) -> Any:
@@ -132,15 +182,23 @@ def _only_decodes(batch: Any) -> bool:
     return batch.spec_sequence_masks is None and not batch.num_prefills and batch.num_decodes > 0
 
 
+def _verifies_by_vllm(layer: Any, batch: Any) -> bool:
+    """Returns whether vLLM's fused kernel verifies drafts; our layer leaves them to it."""
+    return (
+        batch.spec_sequence_masks is not None
+        and not batch.num_prefills
+        and layer._can_use_fused_gdn_mtp_decode(batch)
+    )
+
+
 def _can_norm(layer: Any) -> bool:
-    """Returns whether our decoding step can also run the layer's norm and output gate.
+    """Returns whether our kernels can run the layer's norm and output gate.
 
     Not if the next projection is quantised, because vLLM's compiler then fuses it with the norm.
     """
     norm = layer.norm
     return (
-        not layer.gqa_interleaved_layout
-        and layer.quant_config is None
+        layer.quant_config is None
         and layer.head_k_dim == layer.head_v_dim
         and norm.norm_before_gate
         and norm.group_size is None
@@ -197,10 +255,20 @@ def _decode(
         )  # fmt: skip
         say_ran("vLLM", "decode", out.device)
         return
-    rows = engine.causal_conv1d_update(
+    _decode_rows(layer, _updated(engine, layer, rows, slots), b, a, slots, out, norm)
+
+
+def _updated(engine: Any, layer: Any, rows: Tensor, slots: Tensor) -> Tensor:
+    """Returns one row of each sequence after the convolution; see `_convolved`."""
+    states, parameters = _convolution(engine, layer)
+    if states.dtype == rows.dtype:
+        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+        kept: dict[str, Any] = {"conv_state_indices": slots, "null_slot": NULL_SLOT}
+        return causal_conv1d_update(rows, states, *parameters, **kept)
+    updated: Tensor = engine.causal_conv1d_update(
         rows, states, *parameters, conv_state_indices=slots, validate_data=False
     )
-    _decode_rows(layer, rows, b, a, slots, out, norm)
+    return updated
 
 
 def _decode_rows(
@@ -211,19 +279,64 @@ def _decode_rows(
     slots: Tensor,
     out: Tensor,
     norm: dict[str, Any] | None = None,
+    normalised: bool = False,
 ) -> None:
-    """Runs the gated delta rule for one token of each sequence, after vLLM's convolution."""
+    """Runs the gated delta rule for one token of each sequence, after the convolution."""
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     packed_decode_gated_delta_rule(
         rows, a, b, layer.A_log, layer.dt_bias, layer.kv_cache[1], slots,
-        null_slot=NULL_SLOT, out=out.unsqueeze(1), **(norm or {}),
+        use_qk_l2norm_in_kernel=not normalised, null_slot=NULL_SLOT, out=out.unsqueeze(1),
+        **(norm or {}),
     )  # fmt: skip
     say_ran("vLLM", "decode", out.device)
 
 
-def _convolved(engine: Any, layer: Any, batch: Any, rows: Tensor) -> Tensor:
-    """Runs vLLM's convolution on a batch with prefill; returns the rows of all its tokens."""
+class _Tables(NamedTuple):
+    """Slots of the sequences that draft nothing, [N] each; a sequence without tokens has none."""
+
+    starts: Tensor
+    ends: Tensor
+    kept: Tensor | None  # the slot of a state on the way
+    offsets: Tensor | None  # the tokens before it, or 0
+    chunks: Tensor | None  # offsets in chunks, or -1
+
+
+def _tables(batch: Any) -> _Tables:
+    """Returns the tables of a batch; computed once, for all layers."""
+    tables: _Tables | None = getattr(batch, "qla_tables", None)
+    if tables is None:
+        bounds, slots = batch.non_spec_query_start_loc, batch.non_spec_state_indices_tensor
+        ends = torch.where(bounds.diff() > 0, slots, NULL_SLOT).int()  # others may have its slot
+        starts = torch.where(batch.has_initial_state, ends, NULL_SLOT)
+        kept = offsets = chunks = None
+        if batch.flashinfer_checkpoint_plan is not None:
+            kept, offsets = batch.checkpoint.state_indices, batch.checkpoint.checkpoint_offsets
+            kept, used = kept.int(), (offsets > 0) & (kept > NULL_SLOT)
+            chunks = torch.where(used, offsets // CHUNK, -1).int()
+        tables = batch.qla_tables = _Tables(starts, ends, kept, offsets, chunks)
+    return tables
+
+
+def _convolved(
+    engine: Any, layer: Any, batch: Any, rows: Tensor, normalise: bool = False
+) -> tuple[Tensor, bool]:
+    """Returns the rows of a batch with prefill after the convolution.
+
+    It is ours if the pool has the rows' dtype, otherwise vLLM's. Also returns whether it normalised
+    q and k, if it is asked to.
+    """
     states, (weight, bias, activation) = _convolution(engine, layer)
+    tables = _tables(batch)
+    if states.dtype == rows.dtype:
+        norm = 2 * (layer.key_dim // layer.tp_size) // layer.head_k_dim, layer.head_k_dim
+        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+        return prefill_causal_conv1d(
+            rows, states, weight, bias, activation, batch.non_spec_query_start_loc, tables.ends,
+            start_indices=tables.starts, checkpoint_offsets=tables.offsets,
+            checkpoint_indices=tables.kept, qk_l2norm=norm if normalise else None,
+            null_slot=NULL_SLOT,
+        ), normalise  # fmt: skip
+    before = rows
     convolved: Tensor = engine.causal_conv1d_fn(
         rows.transpose(0, 1),
         weight,
@@ -235,55 +348,42 @@ def _convolved(engine: Any, layer: Any, batch: Any, rows: Tensor) -> Tensor:
         query_start_loc=batch.non_spec_query_start_loc,
         metadata=batch,
     )
-    return convolved.transpose(0, 1)
+    if tables.kept is not None:
+        layer._checkpoint_exporter.export(
+            batch.checkpoint,
+            raw_qkv=before,
+            conv_state=states,
+            cu_seqlens=batch.non_spec_query_start_loc,
+        )
+    return convolved.transpose(0, 1), False
 
 
 def _prefill(
     engine: Any, layer: Any, batch: Any, rows: Tensor, b: Tensor, a: Tensor, out: Tensor
 ) -> None:
-    """Runs a batch with prefill: first the sequences that decode one token, then the others."""
-    before = rows
-    rows = _convolved(engine, layer, batch, rows)
-    first = batch.num_decode_tokens if batch.num_decodes > 0 else 0
+    """Runs a batch with prefill: first the sequences that decode one token, then the others.
+
+    States on the way, for vLLM's prefix cache, go to their slots.
+    """
+    rows, normalised = _convolved(engine, layer, batch, rows, normalise=True)
+    tables, first = _tables(batch), batch.num_decode_tokens if batch.num_decodes > 0 else 0
     if first:
-        slots = batch.non_spec_state_indices_tensor[:first]
-        _decode_rows(layer, rows[:first], b[:first], a[:first], slots, out[:first])
+        slots = tables.ends[:first]
+        _decode_rows(
+            layer, rows[:first], b[:first], a[:first], slots, out[:first], normalised=normalised
+        )
     keep: dict[str, Any] = {}
-    plan = batch.flashinfer_checkpoint_plan
-    if plan is not None:
-        workspace = engine.current_workspace_manager()
-        (room,) = workspace.get_simultaneous(layer._checkpoint_buffer_spec)
-        keep["checkpoints"] = room[: plan.num_checkpoints]
-        keep |= {"checkpoint_every": plan.every_n_tokens, "checkpoint_starts": plan.cu_starts}
+    if tables.kept is not None and tables.chunks is not None:
+        keep = {"checkpoints": layer.kv_cache[1], "checkpoint_starts": tables.kept[first:]}
+        keep["first_checkpoints"] = tables.chunks[first:]
     q, k, v, g, beta = _split(layer, rows[first:], b[first:], a[first:])
     prefill_gated_delta_rule(
-        q, k, v, g, beta, layer.kv_cache[1], batch.prefill_state_indices,
-        start_indices=_starts(batch), cu_seqlens=batch.prefill_query_start_loc,
-        A_log=layer.A_log, dt_bias=layer.dt_bias, out=out[first:].unsqueeze(0), **keep, **FLAGS,
+        q, k, v, g, beta, layer.kv_cache[1], tables.ends[first:],
+        start_indices=tables.starts[first:], cu_seqlens=batch.prefill_query_start_loc,
+        A_log=layer.A_log, dt_bias=layer.dt_bias, out=out[first:].unsqueeze(0), **keep,
+        **(FLAGS | {"use_qk_l2norm_in_kernel": not normalised}),
     )  # fmt: skip
     say_ran("vLLM", "prefill", out.device)
-    if plan is not None:
-        layer._checkpoint_exporter.export(
-            batch.checkpoint,
-            raw_qkv=before,
-            conv_state=_convolution(engine, layer)[0],
-            recurrent_checkpoint=keep["checkpoints"],
-            recurrent_state=layer.kv_cache[1],
-            cu_seqlens=batch.non_spec_query_start_loc,
-            recurrent_rows=plan.rows,
-        )
-
-
-def _starts(batch: Any) -> Tensor:
-    """Returns the slot from whose state each sequence of a prefill starts; new ones have slot 0.
-
-    Computed once per batch, by the first layer.
-    """
-    starts: Tensor | None = getattr(batch, "qla_start_indices", None)
-    if starts is None:
-        slots, has = batch.prefill_state_indices, batch.prefill_has_initial_state
-        starts = batch.qla_start_indices = torch.where(has, slots, NULL_SLOT).int()
-    return starts
 
 
 def _verify(

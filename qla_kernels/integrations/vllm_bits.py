@@ -4,7 +4,7 @@ They are our plug-in under QLA_BATCH_INVARIANT=1. A page of vLLM's cache belongs
 holds the last tokens for the convolution, and a slot of a `GdnPool`: the state after a number of
 whole chunks, and the tokens since. Prefill and decoding append to the slot, so that the output o of
 a token has the bits of `chunk_gated_delta_rule(.., batch_invariant=True)` over the whole sequence.
-Convolution and norm stay vLLM's. docs/lessons.md explains the pages.
+The norm stays vLLM's. docs/lessons.md explains the pages.
 """
 
 import math
@@ -172,13 +172,10 @@ def _forward(
     pool = GdnPool.of(page_of(layer).slots(layer.kv_cache[1]), plain.NULL_SLOT)
     slots, first = batch.non_spec_state_indices_tensor, len(rows)
     if batch.num_prefills > 0:
-        rows = plain._convolved(engine, layer, batch, rows)
+        rows, _ = plain._convolved(engine, layer, batch, rows)
         first = batch.num_decode_tokens if batch.num_decodes > 0 else 0
     else:
-        states, parameters = plain._convolution(engine, layer)
-        rows = engine.causal_conv1d_update(
-            rows, states, *parameters, conv_state_indices=slots[:first], validate_data=False
-        )
+        rows = plain._updated(engine, layer, rows, slots[:first])
     x = plain._split(layer, rows, b, a)
     if first:
         q, k, v, g, beta = (t[0, :first].unsqueeze(1) for t in x)

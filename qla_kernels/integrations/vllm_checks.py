@@ -1,12 +1,10 @@
-"""Checks a layer of vLLM when our subclass of it is constructed, and logs what it does not run."""
+"""Checks a layer of vLLM when our subclass of it is constructed."""
 
-from functools import cache
 from typing import Any
 
 import torch
 
 from qla_kernels.gdn import prefill_refusal
-from qla_kernels.integrations.engines import log
 from qla_kernels.runtime import device
 from qla_kernels.runtime.sm90 import CAPABILITY
 
@@ -24,9 +22,3 @@ def refused(layer: Any) -> str | None:
     if device.available():
         here = device.capability(torch.device("cuda", torch.cuda.current_device()))
     return prefill_refusal(q, q, v, pool=pool, capability=here)
-
-
-@cache
-def say_mixed() -> None:
-    """Logs once per process that a batch with drafts and other sequences runs on vLLM's kernels."""
-    log.info("vLLM: batches in which drafts stand beside other sequences run on vLLM's kernels")

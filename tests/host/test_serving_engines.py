@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from qla_kernels import Unsupported
-from qla_kernels.integrations import engines, sglang, vllm, vllm_checks
+from qla_kernels.integrations import engines, sglang, vllm
 from qla_kernels.runtime import device
 from reference import conv, gdn
 from scripts import engine_interfaces
@@ -126,6 +126,11 @@ def vllm_layer(traffic: Traffic, batch: Any) -> tuple[Any, Engine]:
             self._forward_core(mixed_qkv, b, a, core_attn_out)
             core_attn_out += 1000  # vLLM's norm
 
+        def _forward_core_fused_norm_packed(self, qkvz: Any, ba: Any, core_attn_out: Any) -> None:
+            qkv, z = qkvz.split([2 * self.key_dim + self.value_dim, self.value_dim], -1)
+            gate = z.reshape(len(z), -1, self.head_v_dim)
+            self._forward_core_fused_norm(qkv, *ba.chunk(2, -1), gate, core_attn_out)
+
     engine.QwenGatedDeltaNetAttention = QwenGatedDeltaNetAttention
     layer = vllm.layer_on(engine)()
     layer.prefix, layer.tp_size, layer.activation = "layer", 1, None
@@ -141,15 +146,15 @@ def vllm_layer(traffic: Traffic, batch: Any) -> tuple[Any, Engine]:
 
 
 def test_vllm_layer_in_a_mixed_batch():
-    """Two decoding sequences, then two prompts, of which one starts from 0; then checkpoints."""
+    """Two decoding sequences, then two prompts, of which one starts from 0 and keeps a state."""
     accepts(
         vllm.layer_on(SimpleNamespace(QwenGatedDeltaNetAttention=object))._forward_core,
         recorded("vllm", "QwenGatedDeltaNetAttention._forward_core")["parameters"],
     )
     t = Traffic(1)
-    slots, total = [5, 3, 7, 9], 2 + 130 + 5
-    plan = SimpleNamespace(
-        num_checkpoints=2, every_n_tokens=64, cu_starts=t.table([0, 2, 2]), rows=1
+    slots, total, kept = [5, 3, 7, 9], 2 + 130 + 5, 11
+    checkpoint = SimpleNamespace(
+        state_indices=t.table([0, 0, kept, 0]), checkpoint_offsets=t.table([0, 0, 64, 0])
     )
     batch = metadata_of(
         num_prefills=2, num_decodes=2, num_decode_tokens=2, num_actual_tokens=total,
@@ -158,19 +163,10 @@ def test_vllm_layer_in_a_mixed_batch():
         non_spec_query_start_loc=t.table([0, 1, 2, 132, 137]),
         prefill_query_start_loc=t.table([0, 130, 135]),
         prefill_state_indices=t.table(slots[2:]),
-        prefill_has_initial_state=torch.tensor([False, True]), flashinfer_checkpoint_plan=plan,
-        checkpoint="where",
+        prefill_has_initial_state=torch.tensor([False, True]), flashinfer_checkpoint_plan="is one",
+        checkpoint=checkpoint,
     )  # fmt: skip
     layer, _ = vllm_layer(t, batch)
-    layer._checkpoint_buffer_spec = (4, *t.pool.shape[1:]), t.pool.dtype
-    exported = {}
-    names = recorded("vllm", "MambaPrefillCheckpointExporter.export")["parameters"]
-
-    def export(checkpoint: Any, **named: Any) -> None:
-        assert set(named) <= set(names)
-        exported.update(named)
-
-    layer._checkpoint_exporter = SimpleNamespace(export=export)
     rows, a, b = t.rows(total + 3)
     before, out = t.pool.clone(), torch.zeros(total + 3, t.HV, t.V, dtype=torch.float64)
     layer._forward_core(rows, b, a, out)
@@ -180,16 +176,49 @@ def test_vllm_layer_in_a_mixed_batch():
         want, states = t.truth(rows[mine], a[mine], b[mine], starts[n])
         t.agree("o", out[mine], want)
         t.agree("state", t.pool[slots[n]].mT, states[-1])
+        last = layer.kv_cache[0]
+        if n > 1:
+            assert torch.equal(last[slots[n]], rows[end - 3 : end].T)
         if n == 2:
-            for entry in range(2):
-                kept = exported["recurrent_checkpoint"][entry]
-                t.agree("checkpoint", kept.mT, states[64 * entry + 63])
+            t.agree("checkpoint", t.pool[kept].mT, states[63])
+            assert torch.equal(last[kept], rows[begin + 61 : begin + 64].T)
     assert not out[total:].any()
-    same = [slot for slot in range(len(t.pool)) if slot not in slots]
+    same = [slot for slot in range(len(t.pool)) if slot not in [*slots, kept]]
     assert torch.equal(t.pool[same], before[same])
+    assert not layer.kv_cache[0][same].any()
 
 
-def test_vllm_layer_decodes_and_verifies(caplog):
+def test_vllm_prompts_go_on_from_the_convolutions_pool():
+    """A piece of a prompt, whose first tokens need the last ones of the piece before."""
+    t = Traffic(3, sizes=(8, 8))
+    batch = metadata_of(
+        num_prefills=2, num_decodes=0, num_actual_tokens=9,
+        has_initial_state=torch.tensor([True, False, True]),
+        non_spec_state_indices_tensor=t.table([5, 3, 5]),  # the last has no tokens
+        non_spec_query_start_loc=t.table([0, 7, 9, 9]),
+        prefill_query_start_loc=t.table([0, 7, 9, 9]), prefill_state_indices=t.table([5, 3, 5]),
+        prefill_has_initial_state=torch.tensor([True, False, True]),
+    )  # fmt: skip
+    layer, engine = vllm_layer(t, batch)
+    engine.causal_conv1d_fn = None  # not called
+    layer.conv1d.weight, layer.activation = t.conv_weight[:, None], "silu"
+    last = t.rows_before.clone()
+    layer.kv_cache = last.clone(), t.pool
+    rows, a, b = t.rows(9)
+    before, out = t.pool.clone(), torch.zeros(9, t.HV, t.V).double()
+    layer._forward_core(rows, b, a, out)
+    for begin, end, slot in ((0, 7, 5), (7, 9, 3)):
+        old = last[5].T if slot == 5 else torch.zeros_like(last[5].T)
+        line, mine = torch.cat([old, rows[begin:end]]), slice(begin, end)
+        y = conv.forward(line, t.conv_weight, None, True, torch.tensor([0, len(line)]))[3:]
+        state = before[5].mT if slot == 5 else torch.zeros_like(before[5].mT)
+        want, states = t.truth(y, a[mine], b[mine], state)
+        t.agree("o", out[mine], want)
+        t.agree("state", t.pool[slot].mT, states[-1])
+        assert torch.equal(layer.kv_cache[0][slot], line[-3:].T)
+
+
+def test_vllm_layer_decodes_and_verifies():
     t = Traffic(2)
     slots = [5, 3, 0]
     batch = metadata_of(
@@ -220,13 +249,34 @@ def test_vllm_layer_decodes_and_verifies(caplog):
         want, states = t.truth(rows[mine], a[mine], b[mine], before[table[n][0]].mT)
         t.agree("o", out[mine], want)
         t.agree("states", t.pool[table[n]].mT, states)
-    engine.batch.num_decodes = 1  # drafts beside others: vLLM's own kernels
-    vllm_checks.say_mixed.cache_clear()
-    with caplog.at_level(logging.INFO, "qla_kernels"):
-        for _ in range(2):
-            layer._forward_core(rows, b, a, out)
-    assert (out == 7).all()
-    assert caplog.text.count("drafts stand beside other sequences run on vLLM's kernels") == 1
+
+
+def test_drafts_beside_prompts():
+    """Tokens of both kinds stand in any order; the prompts have tables of their own."""
+    t = Traffic(4)
+    drafts, prompts = [1, 2, 6], [0, 3, 4, 5]
+    batch = metadata_of(
+        num_prefills=2, num_decodes=0, num_actual_tokens=7, num_spec_decodes=1,
+        spec_sequence_masks=torch.tensor([False, True, False]),
+        spec_state_indices_tensor=t.table([[5, 6, 8]]), spec_query_start_loc=t.table([0, 3]),
+        num_accepted_tokens=t.table([1]), spec_token_indx=t.table(drafts),
+        non_spec_token_indx=t.table(prompts), has_initial_state=torch.tensor([True, False]),
+        non_spec_state_indices_tensor=t.table([3, 7]),
+        non_spec_query_start_loc=t.table([0, 1, 4]), prefill_query_start_loc=t.table([0, 1, 4]),
+        prefill_state_indices=t.table([3, 7]),
+        prefill_has_initial_state=torch.tensor([True, False]),
+    )  # fmt: skip
+    layer, _ = vllm_layer(t, batch)
+    rows, a, b = t.rows(7)
+    before, out = t.pool.clone(), torch.ones(7, t.HV, t.V, dtype=torch.float64)
+    layer._forward_core(rows, b, a, out)
+    for index, state in ((drafts, before[5]), (prompts[:1], before[3]), (prompts[1:], None)):
+        first = torch.zeros_like(before[3].mT) if state is None else state.mT
+        want, states = t.truth(rows[index], a[index], b[index], first)
+        t.agree("o", out[index], want)
+        if index is drafts:
+            t.agree("states", t.pool[[5, 6, 8]].mT, states)
+    t.agree("state", t.pool[7].mT, states[-1])
 
 
 def first_calls(caplog: Any) -> list[str]:
@@ -247,7 +297,8 @@ def test_vllms_first_calls_are_logged_once(caplog):
     prefill = metadata_of(
         num_prefills=1, num_decodes=0, num_actual_tokens=5, has_initial_state=torch.tensor([True]),
         non_spec_state_indices_tensor=t.table([5]), prefill_query_start_loc=t.table([0, 5]),
-        prefill_state_indices=t.table([5]), prefill_has_initial_state=torch.tensor([True]),
+        non_spec_query_start_loc=t.table([0, 5]), prefill_state_indices=t.table([5]),
+        prefill_has_initial_state=torch.tensor([True]),
     )  # fmt: skip
     verify = metadata_of(
         num_prefills=0, num_decodes=0, num_actual_tokens=2, num_spec_decodes=1,
@@ -289,7 +340,7 @@ def test_vllms_layer_is_refused_when_it_is_built(
     settings = {
         "enable_fused_gdn_spec_decode": False, "gqa_interleaved_layout": True,
         "head_k_dim": sizes[0], "head_v_dim": sizes[1],
-        "model_config": SimpleNamespace(dtype=dtype), "norm": None,
+        "model_config": SimpleNamespace(dtype=dtype), "quant_config": "fp8", "norm": None,
         "get_state_dtype": lambda: (dtype, states),
     }  # fmt: skip
     own = type("Own", (), {"__init__": lambda self, **x: vars(self).update(x)})
@@ -339,22 +390,40 @@ def test_vllm_layer_decodes_with_its_convolution_and_norm(dim_first, activation)
     assert torch.equal(t.pool[same], before[same])
 
 
-def test_vllm_layers_norm_in_other_batches_is_vllms():
-    t = Traffic(7)
+def test_vllm_layers_norm_of_prompts():
+    t = Traffic(7, sizes=(8, 8))
     batch = metadata_of(
         num_prefills=1, num_decodes=0, num_actual_tokens=5, has_initial_state=torch.tensor([True]),
         non_spec_state_indices_tensor=t.table([5]), prefill_query_start_loc=t.table([0, 5]),
-        prefill_state_indices=t.table([5]), prefill_has_initial_state=torch.tensor([True]),
+        non_spec_query_start_loc=t.table([0, 5]), prefill_state_indices=t.table([5]),
+        prefill_has_initial_state=torch.tensor([True]),
     )  # fmt: skip
     layer, engine = vllm_layer(t, batch)
     rows, a, b = t.rows(5)
     start, out = t.pool[5].mT.clone(), torch.zeros(5, t.HV, t.V).double()
-    layer._forward_core_fused_norm(rows, b, a, torch.zeros_like(out), out)
+    gate = torch.randn_like(out)
+    layer._forward_core_fused_norm(rows, b, a, gate, out)
     want, _ = t.truth(rows, a, b, start)
-    t.agree("o", out, want + 1000)
+    t.agree("y", out, gdn.gated_rms_norm(want, gate, t.norm_weight, 1e-6))
     engine.batch = None  # vLLM profiles
-    layer._forward_core_fused_norm(rows, b, a, torch.zeros_like(out), out)
-    assert (out == 1007).all()
+    layer._forward_core_fused_norm_packed(None, None, out)
+    assert not out.any()
+
+
+def test_vllm_layers_output_is_cleared_behind_the_batch():
+    """Its memory is fresh, and projections run on all of its rows."""
+    t = Traffic(7, sizes=(8, 8))
+    batch = metadata_of(
+        num_prefills=0, num_decodes=2, num_actual_tokens=2,
+        non_spec_state_indices_tensor=t.table([5, 3]),
+    )  # fmt: skip
+    layer, _ = vllm_layer(t, batch)
+    rows, a, b = t.rows(5)
+    out = torch.full((5, t.HV, t.V), torch.nan).double()
+    qkvz = torch.cat([rows, torch.randn(5, t.HV * t.V).double()], 1)
+    layer._forward_core_fused_norm_packed(qkvz, torch.cat([b, a], 1), out)
+    assert out[:2].any()
+    assert not out[2:].any()
 
 
 def test_a_pool_of_another_dtype_keeps_vllms_convolution():
@@ -378,7 +447,6 @@ def test_a_pool_of_another_dtype_keeps_vllms_convolution():
 @pytest.mark.parametrize(
     "setting",
     [
-        {"gqa_interleaved_layout": True},
         {"quant_config": "fp8"},
         {"head_v_dim": 64},
         {
@@ -454,7 +522,7 @@ def test_who_verifies_drafts_of_qwen3_5(kernel, ours, monkeypatch):
     rows, a, b = t.rows(6)
     out = torch.zeros(6, t.HV, t.V).double()
     built._forward_core_fused_norm(rows, b, a, torch.zeros_like(out), out)
-    assert reached == (["ours", "vLLM's norm"] if ours else ["vLLM's"])
+    assert reached == (["ours"] if ours else ["vLLM's"])
 
 
 def test_checkpoint_rows_are_those_of_vllms_plan():
