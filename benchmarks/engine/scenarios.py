@@ -17,7 +17,6 @@ class Scenario(NamedTuple):
     engines: tuple[dict[str, Any], ...]
     commands: tuple[dict[str, Any], ...] = (ASK,)
     size: str = "check"
-    median: bool = False  # experts: a router that flips spoils means
 
 
 def _engines(*named: str) -> tuple[dict[str, Any], ...]:
@@ -31,12 +30,12 @@ PAIR = _engines("off:triton", "on")
 SCENARIOS = {
     "dense": Scenario("qwen35", {}, _engines("off:triton", "off", "on", "on:triton")),
     "dense-bf16": Scenario("qwen35", BF16, PAIR),
-    "moe": Scenario("qwen35-moe", {}, PAIR, size="few", median=True),
-    "next": Scenario("next-moe", {"states": "auto"}, PAIR, size="few", median=True),
-    "next-fp32": Scenario("next-moe", {}, PAIR, size="few", median=True),
+    "moe": Scenario("qwen35-moe", {}, PAIR, size="few"),
+    "next": Scenario("next-moe", {"states": "auto"}, PAIR, size="few"),
+    "next-fp32": Scenario("next-moe", {}, PAIR, size="few"),
     "chunked": Scenario("qwen35", {"chunk": 1024}, PAIR),
     "no-caching": Scenario("qwen35", {"caching": False}, PAIR),
-    "preemption": Scenario("qwen35", {"blocks": 26, "chunk": 2048}, PAIR),
+    "preemption": Scenario("qwen35", {"blocks": 56}, PAIR, ({"do": "ask", "crowd": 12},)),
     "sleep": Scenario("qwen35", {"sleep": True}, PAIR[1:], ({"do": "sleep"}, ASK)),
     "eager": Scenario("qwen35", {"eager": True}, PAIR),
     "compile": Scenario("qwen35", {"mode": 3, "graphs": "FULL_AND_PIECEWISE"}, PAIR),
@@ -44,7 +43,7 @@ SCENARIOS = {
     "ngram": Scenario("qwen35", {"spec": NGRAM}, PAIR),
     "mtp": Scenario("qwen35", {"spec": MTP}, PAIR),
     "mtp-fused": Scenario("qwen35", {"spec": MTP, "gdn_decode": "cuda"}, PAIR),
-    "next-mtp": Scenario("next-moe", {"spec": MTP}, PAIR, size="few", median=True),
+    "next-mtp": Scenario("next-moe", {"spec": MTP}, PAIR, size="few"),
     "bits": Scenario("qwen35", {"bits": True, "eager": True}, PAIR[1:], ({"do": "bits"}, ASK)),
     "bits-graphs": Scenario("qwen35", {"bits": True}, PAIR[1:]),
     "tp2": Scenario("qwen35", {"gpus": 2}, PAIR),

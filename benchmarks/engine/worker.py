@@ -122,29 +122,30 @@ class Worker:
         given = [{"prompt_token_ids": x} for x in prompts.values()]
         return dict(zip(prompts, self.llm.generate(given, params, use_tqdm=False), strict=True))
 
-    def ask(self, new: int = 24, alone: bool = False, **_: Any) -> dict[str, Any]:
-        """Greedy tokens of all prompts with their log-probabilities; those of prompts' tokens."""
-        given = models.prompts(self.small)
+    def ask(self, new: int = 24, crowd: int = 0, **_: Any) -> dict[str, Any]:
+        """Greedy tokens of all prompts with their log-probabilities; those of prompts' tokens.
+
+        crowd: so many prompts that end just before a block of the cache does, in place of others.
+        """
+        size = self.about["block_size"]
+        crowded = {f"n{i}": models.tokens(900 + i, size - 4) for i in range(crowd)}
+        given = crowded or models.prompts(self.small)
         params = self.params(max_tokens=new, logprobs=0)
         self.llm.reset_prefix_cache()
-        if alone:
-            outs: dict[str, Any] = {}
-            for name, x in given.items():
-                outs |= self.run({name: x}, params)
-        else:
-            outs = self.run(given, params)
-        first = {name: greedy(out) for name, out in outs.items()}
+        first = {name: greedy(out) for name, out in self.run(given, params).items()}
         self.llm.reset_prefix_cache()
         again = {name: greedy(out) for name, out in self.run(given, params).items()}
         self.llm.reset_prefix_cache()
         shared = {}
-        for name in [x for x in given if x.startswith("s")]:  # later ones hit the cache
+        for name in [x for x in given if x.startswith("s") or crowd][
+            :4
+        ]:  # later ones hit the cache
             shared[name] = greedy(self.run({name: given[name]}, params)[name])
         few = {name: x for name, x in given.items() if name[0] == "n" and 16 < len(x) < 5000}
         outs = self.run(few, self.params(max_tokens=1, prompt_logprobs=0))
         prompt = {k: [of_token(x) for x in out.prompt_logprobs[1:]] for k, out in outs.items()}
         return {
-            "first": first, "again": again, "shared": shared, "prompt": prompt,
+            "given": given, "first": first, "again": again, "shared": shared, "prompt": prompt,
             "same_bits": first == again, "hits": sum(bool(x["cached"]) for x in shared.values()),
             "preempted": self.metric("num_preemptions"), "calls": dict(self.calls),
             "accepted": self.metric("spec_decode_num_accepted_tokens"),
