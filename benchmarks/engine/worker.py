@@ -137,9 +137,7 @@ class Worker:
         again = {name: greedy(out) for name, out in self.run(given, params).items()}
         self.llm.reset_prefix_cache()
         shared = {}
-        for name in [x for x in given if x.startswith("s") or crowd][
-            :4
-        ]:  # later ones hit the cache
+        for name in [x for x in given if x.startswith("s")]:  # later ones hit the cache
             shared[name] = greedy(self.run({name: given[name]}, params)[name])
         few = {name: x for name, x in given.items() if name[0] == "n" and 16 < len(x) < 5000}
         outs = self.run(few, self.params(max_tokens=1, prompt_logprobs=0))
