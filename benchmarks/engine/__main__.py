@@ -78,7 +78,13 @@ def caches(setup: dict[str, Any]) -> dict[str, str]:
 
 
 def check(
-    names: Sequence[str], room: Path, cpu: bool, beside: int, limit: float, budget: float
+    names: Sequence[str],
+    room: Path,
+    cpu: bool,
+    beside: int,
+    limit: float,
+    budget: float,
+    only: str,
 ) -> int:
     """Runs scenarios, engines beside each other, and prints a row of each engine."""
     started = time.monotonic()
@@ -89,7 +95,11 @@ def check(
     for name in names:
         scenario = SCENARIOS[name]
         for engine in scenario.engines:
-            if engine == {"who": "off", "prefill": "flashinfer"} and cpu:
+            if (
+                (engine == {"who": "off", "prefill": "flashinfer"}
+                and cpu)
+                or only not in engine["who"]
+            ):
                 continue
             size = "small" if cpu else scenario.size
             setup = {"kind": scenario.kind, "size": size, **scenario.options, **engine}
@@ -381,6 +391,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--rivals", default="off:triton,off")
     add("--beside", type=int, default=8, help="engines of a check at the same time")
     add("--budget", type=float, default=1e9, help="seconds after which a check starts no engine")
+    add("--only", default="", choices=["", "on", "off"], help="engines of a check")
     add("--limit", type=float, default=280, help="seconds of an engine's start, and of a command")
     add("--rounds", type=int, default=2)
     add("--save", action="store_true")
@@ -393,7 +404,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rivals = [x for x in given.rivals.split(",") if x]
     if given.what == "check":
         names = given.which or [name for name in SCENARIOS if name != "tp2"]
-        return check(names, room, given.cpu, given.beside, given.limit, given.budget)
+        return check(names, room, given.cpu, given.beside, given.limit, given.budget, given.only)
     if given.what == "profile":
         return profile(given.which or list(PROFILES), rivals, room, given.limit)
     return bench((given.which or ["4b"])[0], rivals, room, given.limit, given.rounds, given.save)
