@@ -40,6 +40,8 @@ USED = {
             "QwenGatedDeltaNetAttention._forward_core_fused_norm_packed",
             "QwenGatedDeltaNetAttention._rms_norm_gated_cuda",
             "QwenGatedDeltaNetAttention._warmup_prefill_kernels",
+            "QwenGatedDeltaNetAttention._can_use_fused_gdn_mtp_decode",
+            "QwenGatedDeltaNetAttention.fix_query_key_value_ordering",
             "QwenGatedDeltaNetAttention.forward_cuda",
             "QwenGatedDeltaNetAttention.get_kv_cache_spec",
             "QwenGatedDeltaNetAttention.get_state_shape",
@@ -70,7 +72,10 @@ USED = {
         ],
         f"{FLA}/fused_recurrent.py": ["fused_recurrent_gated_delta_rule_packed_decode"],
         f"{FLA}/fused_sigmoid_gating.py": ["fused_sigmoid_gating_delta_rule_update"],
-        "vllm/model_executor/layers/mamba/checkpoint.py": ["MambaPrefillCheckpointExporter.export"],
+        "vllm/model_executor/layers/mamba/checkpoint.py": [
+            "MambaPrefillCheckpointExporter.export",
+            "MambaPrefillCheckpointMetadata",
+        ],
         "vllm/plugins/__init__.py": ["load_general_plugins", "load_plugins_by_group"],
     },
     "sglang": {
@@ -78,6 +83,7 @@ USED = {
         f"{LINEAR}/kernels/gdn_triton.py": ["TritonGDNKernel"],
         f"{LINEAR}/gdn_backend.py": [
             "GDNKernelDispatcher",
+            "GDNAttnBackend.__init__",
             "GDNAttnBackend.forward_decode",
             "GDNAttnBackend.forward_extend",
         ],

@@ -11,7 +11,10 @@ from importlib import metadata
 
 import torch
 
+from qla_kernels.gdn import prefill_refusal, refusal
+from qla_kernels.runtime import device
 from qla_kernels.runtime.errors import need
+from qla_kernels.runtime.sm90 import CAPABILITY
 
 log = logging.getLogger("qla_kernels")
 
@@ -34,7 +37,7 @@ def unknown_version(engine: str) -> str | None:
     return need("qla_kernels", got, " or ".join(known), "install it, or leave the plug-in off")
 
 
-def say_ran(engine: str, what: str, device: torch.device) -> None:
+def say_ran(engine: str, what: str, where: torch.device) -> None:
     """Logs that a call of an inference engine ran on our kernels, once for each kind of call.
 
     Calls that are replayed from a CUDA graph run no Python, so they log nothing.
@@ -42,10 +45,10 @@ def say_ran(engine: str, what: str, device: torch.device) -> None:
     Args:
         engine: the name of the engine, such as "vLLM".
         what: the kind of call, such as "prefill".
-        device: the device of the call's tensors.
+        where: the device of the call's tensors.
     """
     if not torch.compiler.is_compiling():
-        _say_first(engine, what, str(device))
+        _say_first(engine, what, str(where))
 
 
 @cache
@@ -72,6 +75,29 @@ def plug_in_of_sglang() -> str:
     return _fits(
         "sglang", "on by --linear-attn-prefill-backend qla and --linear-attn-decode-backend qla"
     )
+
+
+def refused_layer(
+    K: int, V: int, dtype: torch.dtype, states: torch.dtype, *, prefill: bool = True
+) -> str | None:
+    """Returns the reason why our kernels cannot run an engine's gated-delta-net layer, or None.
+
+    The answer is for the GPU of this process, or for a Hopper GPU if there is none.
+
+    Args:
+        K, V: sizes of a key and of a value.
+        dtype: of q, k and v.
+        states: the dtype of the engine's pool of states.
+        prefill: whether our kernels run prefill; otherwise they run decoding alone.
+    """
+    q, v = (torch.empty(0, 1, 1, size, dtype=dtype, device="cpu") for size in (K, V))
+    pool = torch.empty(0, 1, V, K, dtype=states, device="cpu")
+    here = CAPABILITY
+    if device.available():
+        here = device.capability(torch.device("cuda", torch.cuda.current_device()))
+    if prefill:
+        return prefill_refusal(q, q, v, pool=pool, capability=here)
+    return refusal(q, q, v, capability=here)
 
 
 PLUG_INS = {"vLLM plug-in": plug_in_of_vllm, "SGLang plug-in": plug_in_of_sglang}

@@ -23,13 +23,14 @@ from qla_kernels.gdn import (
     prefill_gated_delta_rule,
     verify_gated_delta_rule,
 )
-from qla_kernels.integrations.engines import log, say_ran, unknown_version
+from qla_kernels.integrations.engines import log, refused_layer, say_ran, unknown_version
 from qla_kernels.runtime.arguments import switched_on
 from qla_kernels.runtime.errors import Unsupported, need
 
 CHOICE = "qla"
 LINEAR = "sglang.srt.layers.attention.linear"
 DISPATCHER = f"{LINEAR}.gdn_backend.GDNKernelDispatcher.__init__"
+BACKEND = f"{LINEAR}.gdn_backend.GDNAttnBackend.__init__"
 # docs/lessons.md says why
 NOT_THE_BITS = (
     "SGLang: under QLA_BATCH_INVARIANT=1 our prefill does not depend on the rest of a batch, but "
@@ -63,6 +64,7 @@ def register() -> None:
     if CHOICE not in LINEAR_ATTN_KERNEL_BACKEND_CHOICES:
         add_linear_attn_kernel_backend_choices([CHOICE])
         HookRegistry.register(DISPATCHER, take_over, HookType.AROUND)
+        HookRegistry.register(BACKEND, start, HookType.AROUND)
 
 
 def take_over(
@@ -115,6 +117,26 @@ def take_over(
     log.info("SGLang: the gated delta rule runs on qla_kernels: %s", ours)
     if switched_on("QLA_BATCH_INVARIANT"):
         log.warning("%s", NOT_THE_BITS)
+
+
+def start(construct: Callable[..., None], backend: Any, model_runner: Any) -> None:
+    """Constructs SGLang's GDNAttnBackend; raises Unsupported if our kernels cannot run its layers.
+
+    SGLang calls this function in place of the backend's constructor, when a server starts.
+
+    Args:
+        construct: the original constructor.
+        backend: the object to construct.
+        model_runner: SGLang's object that has the model's dtype and the pool of states.
+    """
+    construct(backend, model_runner)
+    ours, kernels = kernel_class(), backend.kernel_dispatcher
+    prefill = isinstance(kernels.extend_kernel, ours)
+    if prefill or isinstance(kernels.decode_kernel, ours):
+        states = model_runner.req_to_token_pool.mamba_pool.mamba_cache.temporal
+        sizes = states.shape[-1], states.shape[-2]
+        if reason := refused_layer(*sizes, model_runner.dtype, states.dtype, prefill=prefill):
+            raise Unsupported(reason)
 
 
 @functools.cache

@@ -22,8 +22,7 @@ from qla_kernels.gdn import (
     verify_gated_delta_rule,
 )
 from qla_kernels.hybrid.step import decode_gated_delta_net
-from qla_kernels.integrations.engines import log, say_ran, unknown_version
-from qla_kernels.integrations.vllm_checks import refused
+from qla_kernels.integrations.engines import log, refused_layer, say_ran, unknown_version
 from qla_kernels.norm.ops import normalise_into
 from qla_kernels.runtime.arguments import switched_on
 from qla_kernels.runtime.errors import Unsupported
@@ -77,7 +76,8 @@ def layer_on(engine: Any) -> type:
     class QlaGatedDeltaNetAttention(base):  # type: ignore[misc]
         def __init__(self, *args: Any, **named: Any) -> None:
             super().__init__(*args, **named)
-            if reason := refused(self):
+            layer = self.head_k_dim, self.head_v_dim, self.model_config.dtype
+            if reason := refused_layer(*layer, self.get_state_dtype()[1]):
                 raise Unsupported(reason)
             # vLLM's switch for the operator that has the gate among its arguments
             self.enable_fused_gdn_spec_decode |= _can_norm(self)

@@ -522,7 +522,7 @@ def test_who_verifies_drafts_of_qwen3_5(kernel, ours, monkeypatch):
     rows, a, b = t.rows(6)
     out = torch.zeros(6, t.HV, t.V).double()
     built._forward_core_fused_norm(rows, b, a, torch.zeros_like(out), out)
-    assert reached == (["ours"] if ours else ["vLLM's"])
+    assert reached == (["ours", "vLLM's norm"] if ours else ["vLLM's"])  # K and V differ
 
 
 def test_checkpoint_rows_are_those_of_vllms_plan():
@@ -694,10 +694,13 @@ def test_sglang_hook_by_its_own_registry(monkeypatch):
     monkeypatch.setitem(sys.modules, choices.__name__, choices)
     monkeypatch.setattr(metadata, "version", lambda _: RECORD["sglang"]["version"])
     stand_in = ModuleType("stand_in")
-    stand_in.GDNKernelDispatcher = type("GDNKernelDispatcher", (), {"__init__": lambda *_: None})
+    for name in ("GDNKernelDispatcher", "GDNAttnBackend"):
+        setattr(stand_in, name, type(name, (), {"__init__": lambda *_: None}))
     monkeypatch.setitem(sys.modules, "stand_in", stand_in)
     monkeypatch.setattr(sglang, "DISPATCHER", "stand_in.GDNKernelDispatcher.__init__")
-    called = []
+    monkeypatch.setattr(sglang, "BACKEND", "stand_in.GDNAttnBackend.__init__")
+    called, started = [], []
+    monkeypatch.setattr(sglang, "start", lambda construct, *given: started.append(given[1:]))
     monkeypatch.setattr(sglang, "take_over", lambda construct, *given: called.append(given))
     sglang.register()
     sglang.register()  # in another place of the same process
@@ -705,3 +708,38 @@ def test_sglang_hook_by_its_own_registry(monkeypatch):
     registry.HookRegistry.apply_hooks()
     stand_in.GDNKernelDispatcher("decode", "prefill", "verify")
     assert [given[1:] for given in called] == [("decode", "prefill", "verify")]
+    stand_in.GDNAttnBackend("runner")
+    assert started == [("runner",)]
+
+
+@pytest.mark.parametrize(
+    ("ours", "dtype", "states", "K", "said"),
+    [
+        ("extend", torch.bfloat16, torch.float32, 128, None),
+        ("extend", torch.float16, torch.float32, 128, "q, k and v are float16"),
+        ("extend", torch.bfloat16, torch.float16, 128, "the pool of states is float16"),
+        ("decode", torch.float16, torch.float32, 128, None),
+        ("decode", torch.bfloat16, torch.float32, 512, "head dimension"),
+        ("", torch.float16, torch.float16, 512, None),
+    ],
+)
+def test_sglangs_server_does_not_start_with_layers_that_are_refused(
+    ours, dtype, states, K, said, monkeypatch
+):
+    """It was the first prefill."""
+    kernel = type("Kernel", (), {})
+    monkeypatch.setattr(sglang, "kernel_class", lambda: kernel)
+    parts = {f"{name}_kernel": kernel() if name == ours else None for name in ("extend", "decode")}
+    pool = SimpleNamespace(temporal=torch.empty(2, 0, 4, 128, K, dtype=states))
+    cache = SimpleNamespace(mamba_pool=SimpleNamespace(mamba_cache=pool))
+    runner = SimpleNamespace(dtype=dtype, req_to_token_pool=cache)
+    backend = SimpleNamespace()
+
+    def construct(backend: Any, model_runner: Any) -> None:
+        backend.kernel_dispatcher = SimpleNamespace(**parts)
+
+    if said is None:
+        sglang.start(construct, backend, runner)
+        return
+    with pytest.raises(Unsupported, match=said):
+        sglang.start(construct, backend, runner)
