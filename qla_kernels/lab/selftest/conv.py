@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from qla_kernels.conv import launch
+from qla_kernels.conv.ops import conv_prefill
 from qla_kernels.dualkv import SharedLayout
 from qla_kernels.hybrid.conv_tables import prepare
 from qla_kernels.lab.selftest.cases import Cases, dtype_of
@@ -74,12 +75,50 @@ def _update(
     assert torch.equal(rows.cpu(), before), "the pool is not as it should be"
 
 
+def _prefill(
+    variant: Any, given: tuple[list[int], int, bool, tuple[int, int]], device: str
+) -> None:
+    """Checks packed sequences that go on from a pool, or start anew, and keep tokens on the way."""
+    lengths, channels, by_channels, heads = given
+    W, count, dtype = variant.W, len(lengths), dtype_of(variant)
+    x = torch.randn(sum(lengths) + 3, channels + 8).to(dtype)[:, :channels]  # 3 of no sequence
+    weight, bias = torch.randn(channels, W).to(dtype), torch.randn(channels)
+    room = torch.randn(2 * count + 3, channels, W) if by_channels else None
+    pool = room if room is not None else torch.randn(2 * count + 3, W, channels).mT
+    pool, places = pool.to(dtype), torch.randperm(2 * count + 2).int() + 1
+    ends, kept = places[:count], places[count : 2 * count]
+    starts = torch.where(torch.arange(count) % 3 < 2, ends, 0).int()
+    offsets = torch.tensor([n * (i % 3) // 2 for i, n in enumerate(lengths)]).int()
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    tables = bounds, starts, ends, offsets, kept
+    after = pool.double()
+    exact: Any = (x.double(), after, weight.double(), bias.double(), *tables, 0, True, *heads)
+    want, rows = conv_prefill(*exact), pool.to(device)
+    placed = (t.to(device) for t in (weight, bias, *tables))
+    call: Any = (x.to(device), rows, *placed, 0, True, *heads)
+    y = launch.conv_prefill(*call)
+    assert_close("y", y.cpu(), want, ROUNDING[dtype])
+    assert torch.equal(rows.cpu().double(), after), "the pool is not as it should be"
+
+
 CASES = (
     Cases(
         ("conv.fwd", "conv.bwd", "conv.join_parts", "conv.weight_sums"),
         _conv,
         [(TREE, 136, (0, 0)), (LEAVES, 40, (0, 0)), (TREE, 136, (2, 64)), (TREE, 264, (1, 192))],
         [(((5000, *[700] * 40), (-1, *[0] * 40)), 1024, heads) for heads in ((0, 0), (6, 128))],
+        emulated=("bf16-w4",),  # tests/emulated/test_conv.py has every variant
+    ),
+    Cases(
+        ("conv.prefill",),
+        _prefill,
+        [
+            ([1, 1, 2, 40, 3, 0, 9, 70], 40, False, (0, 0)),
+            ([17, 1, 2], 136, True, (2, 16)),
+            ([2] * 20, 264, False, (2, 128)),
+            ([130], 168, False, (1, 160)),
+        ],
+        [([5000, 16, 1, 300, 64], 8192, by_channels, (32, 128)) for by_channels in (False, True)],
         emulated=("bf16-w4",),  # tests/emulated/test_conv.py has every variant
     ),
     Cases(
