@@ -298,7 +298,9 @@ class _Tables(NamedTuple):
     ends: Tensor
     kept: Tensor | None  # the slot of a state on the way
     offsets: Tensor | None  # the tokens before it, or 0
-    chunks: Tensor | None  # offsets in chunks, or -1
+    first: int  # sequences that decode one token, which come first
+    decoding: Tensor  # their slots
+    others: dict[str, Any]  # of the others, arguments of prefill_gated_delta_rule
 
 
 def _tables(batch: Any) -> _Tables:
@@ -313,7 +315,14 @@ def _tables(batch: Any) -> _Tables:
             kept, offsets = batch.checkpoint.state_indices, batch.checkpoint.checkpoint_offsets
             kept, used = kept.int(), (offsets > 0) & (kept > NULL_SLOT)
             chunks = torch.where(used, offsets // CHUNK, -1).int()
-        tables = batch.qla_tables = _Tables(starts, ends, kept, offsets, chunks)
+        first = batch.num_decode_tokens if batch.num_decodes > 0 else 0
+        others: dict[str, Any] = {
+            "state_indices": ends[first:], "start_indices": starts[first:],
+            "checkpoint_starts": None if kept is None else kept[first:],
+            "first_checkpoints": None if chunks is None else chunks[first:],
+        }  # fmt: skip
+        parts = first, ends[:first], others
+        tables = batch.qla_tables = _Tables(starts, ends, kept, offsets, *parts)
     return tables
 
 
@@ -366,22 +375,19 @@ def _prefill(
     States on the way, for vLLM's prefix cache, go to their slots.
     """
     rows, normalised = _convolved(engine, layer, batch, rows, normalise=True)
-    tables, first = _tables(batch), batch.num_decode_tokens if batch.num_decodes > 0 else 0
-    if first:
-        slots = tables.ends[:first]
+    tables, pool = _tables(batch), layer.kv_cache[1]
+    if first := tables.first:
         _decode_rows(
-            layer, rows[:first], b[:first], a[:first], slots, out[:first], normalised=normalised
-        )
-    keep: dict[str, Any] = {}
-    if tables.kept is not None and tables.chunks is not None:
-        keep = {"checkpoints": layer.kv_cache[1], "checkpoint_starts": tables.kept[first:]}
-        keep["first_checkpoints"] = tables.chunks[first:]
-    q, k, v, g, beta = _split(layer, rows[first:], b[first:], a[first:])
+            layer, rows[:first], b[:first], a[:first], tables.decoding, out[:first],
+            normalised=normalised,
+        )  # fmt: skip
+        rows, b, a, out = (x[first:] for x in (rows, b, a, out))
+    q, k, v, g, beta = _split(layer, rows, b, a)
+    flags = FLAGS | {"use_qk_l2norm_in_kernel": not normalised}
     prefill_gated_delta_rule(
-        q, k, v, g, beta, layer.kv_cache[1], tables.ends[first:],
-        start_indices=tables.starts[first:], cu_seqlens=batch.prefill_query_start_loc,
-        A_log=layer.A_log, dt_bias=layer.dt_bias, out=out[first:].unsqueeze(0), **keep,
-        **(FLAGS | {"use_qk_l2norm_in_kernel": not normalised}),
+        q, k, v, g, beta, pool, **tables.others, cu_seqlens=batch.prefill_query_start_loc,
+        checkpoints=None if tables.kept is None else pool, A_log=layer.A_log,
+        dt_bias=layer.dt_bias, out=out.unsqueeze(0), **flags,
     )  # fmt: skip
     say_ran("vLLM", "prefill", out.device)
 
