@@ -95,11 +95,9 @@ def check(
     for name in names:
         scenario = SCENARIOS[name]
         for engine in scenario.engines:
-            if (
-                (engine == {"who": "off", "prefill": "flashinfer"}
-                and cpu)
-                or only not in engine["who"]
-            ):
+            if (engine == {"who": "off", "prefill": "flashinfer"} and cpu) or only not in engine[
+                "who"
+            ]:
                 continue
             size = "small" if cpu else scenario.size
             setup = {"kind": scenario.kind, "size": size, **scenario.options, **engine}

@@ -26,6 +26,7 @@ from qla_kernels.conv.ops import ConvBackward, ConvTables
 from qla_kernels.conv.shapes import PIECE, RUNS
 from qla_kernels.conv.validate import FAR, OP, PREFILL_OP, UPDATE_OP, flattens, token_step
 from qla_kernels.runtime import device, jit
+from qla_kernels.runtime.native.recording import overwritten
 from qla_kernels.runtime.sm90 import FLOATS, dtype_name, low_words, readable, require_aligned
 
 
@@ -162,8 +163,7 @@ def conv_update(
                 *parameters.numbers,
                 0.0 if silu else 1.0,
             )
-    for changed in (rows, y):  # the dispatcher does so, but may be bypassed
-        torch.autograd.graph.increment_version(changed)
+    overwritten(rows, y)  # the dispatcher says so, but may be bypassed
 
 
 @torch.no_grad()
@@ -213,14 +213,16 @@ def conv_prefill(
             )
     else:
         y.zero_()
-    torch.autograd.graph.increment_version(rows)  # the dispatcher does so, but may be bypassed
+    overwritten(rows)  # the dispatcher says so, but may be bypassed
     return y
 
 
 def _adjacent(rows: Tensor) -> int:
     """Returns 1 if a kernel can read PIECE channels of a slot at a time, otherwise 0."""
-    whole = rows.stride(0), rows.stride(2), rows.data_ptr() // rows.element_size()
-    return int(rows.stride(1) == 1 and not any(n % PIECE for n in whole))
+    begin = rows.data_ptr() % (PIECE * rows.element_size())
+    return int(
+        rows.stride(1) == 1 and not (begin or rows.stride(0) % PIECE or rows.stride(2) % PIECE)
+    )
 
 
 def _at_pieces(x: Tensor) -> Tensor:

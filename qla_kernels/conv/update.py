@@ -1,5 +1,7 @@
 """The public function `causal_conv1d_update`: one token of each sequence, for decoding."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -64,22 +66,22 @@ def causal_conv1d_update(
     arguments = *tensors, activation, conv_state_indices, null_slot, out, qk_l2norm
     lookup = None if torch.compiler.is_compiling() else UPDATES.find(*arguments)
     if type(lookup) is tuple:
-        for changed in (conv_state, out):
-            if changed is not None:
-                torch.autograd.graph.increment_version(changed)
         return out if out is not None else lookup[0]
     check_update(UPDATE_OP, *tensors, activation, conv_state_indices, null_slot, out)
     norm = check_norm(UPDATE_OP, qk_l2norm, x.shape[1])
     require_update(*tensors, conv_state_indices, null_slot, out, norm=norm)
 
-    def run() -> tuple[Tensor, ...]:
-        y = x.new_empty(x.shape) if out is None else out
-        silu = activation is not None
-        conv_update(*tensors, conv_state_indices, null_slot, silu, y, *norm)
-        return (y,) if out is None else ()
-
-    results = UPDATES.record(arguments, run) if lookup is RECORD else run()
+    given = tensors, out, conv_state_indices, null_slot, activation is not None, *norm
+    results = UPDATES.record(arguments, _run, *given) if lookup is RECORD else _run(*given)
     return out if out is not None else results[0]
+
+
+def _run(tensors: tuple[Any, ...], out: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
+    """Returns y, or nothing if it was written to `out`."""
+    y = tensors[0].new_empty(tensors[0].shape) if out is None else out
+    indices, null_slot, silu, *norm = others
+    conv_update(*tensors, indices, null_slot, silu, y, *norm)
+    return (y,) if out is None else ()
 
 
 def require_update(

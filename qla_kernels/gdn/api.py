@@ -3,7 +3,6 @@
 Argument names, order and defaults equal those of FLA 0.6.0, so that either can replace the other.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -202,10 +201,12 @@ def chunk_gated_delta_rule(
     tensors = q, k, v, g, beta, scale, initial_state, cu_seqlens, cu_seqlens_cpu
     call = _checked(*tensors, gate, options)
     if lookup is RECORD and not recorded:
-        return CALLS.record(arguments, lambda: _run(call, options), _run_again)
+        return CALLS.record(
+            arguments, _check_and_run, *tensors, gate, options, usual=lambda: _run(call, options)
+        )
     if lookup is RECORD and not any(isinstance(x, Tensor) for x in (scale, *options)):
         accepted = Accepted(call.scale, options, gate.use_gate_in_kernel)
-        CALLS.keep(arguments, accepted, lambda arguments: _check_again(arguments, gate, options))
+        CALLS.keep(arguments, accepted, _checked, *tensors, gate, options)
     return _run(call, options)
 
 
@@ -234,23 +235,9 @@ def _checked(
     )  # fmt: skip
 
 
-def _of_given(arguments: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Returns the positional and the keyword arguments of a call, from a lookup key."""
-    plain, keywords = arguments[:POSITIONAL], arguments[POSITIONAL:]
-    half = len(keywords) // 2
-    return plain, dict(zip(keywords[:half], keywords[half:], strict=True))
-
-
-def _run_again(arguments: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
-    plain, keywords = _of_given(arguments)
-    return chunk_gated_delta_rule(*plain, **keywords)
-
-
-def _check_again(arguments: Sequence[Any], gate: Gate, options: Options) -> None:
-    plain, keywords = _of_given(arguments)
-    gate = Gate(gate.use_gate_in_kernel, keywords.get("A_log"), keywords.get("dt_bias"))
-    q, k, v, g, beta, scale, initial_state, *_ = plain
-    _checked(q, k, v, g, beta, scale, initial_state, plain[12], plain[13], gate, options)
+def _check_and_run(*given: Any) -> tuple[Tensor, Tensor | None]:
+    """Runs a call whose T differs from that of one that was accepted."""
+    return _run(_checked(*given), given[-1])
 
 
 def _run(call: Call, options: Options) -> tuple[Tensor, Tensor | None]:

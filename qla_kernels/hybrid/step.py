@@ -1,12 +1,14 @@
 """`decode_gated_delta_net`: a gated-delta-net layer between its projections, for decoding."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from qla_kernels.conv.ops import conv_update
 from qla_kernels.conv.update import require_update
 from qla_kernels.conv.validate import check_update
-from qla_kernels.gdn.decode.packed import checked_step
+from qla_kernels.gdn.decode.packed import Step, checked_step, run_step
 from qla_kernels.runtime.programs import RECORD, Programs
 
 OP = "decode_gated_delta_net"
@@ -64,9 +66,6 @@ def decode_gated_delta_net(
     )  # fmt: skip
     lookup = None if torch.compiler.is_compiling() else STEPS.find(*arguments)
     if type(lookup) is tuple:
-        for x in (initial_state, conv_state, out):
-            if x is not None:
-                torch.autograd.graph.increment_version(x)
         return out if out is not None else lookup[0]
     rule = *arguments[:7], *arguments[11:]
     step = checked_step(OP, *rule)
@@ -74,11 +73,14 @@ def decode_gated_delta_net(
     check_update(OP, *convolution, conv_activation, state_indices, null_slot, None)
     require_update(*convolution, state_indices, null_slot, None, OP)
 
-    def run() -> tuple[Tensor, ...]:
-        rows = mixed_qkv.new_empty(mixed_qkv.shape)
-        silu = conv_activation is not None
-        conv_update(*convolution, state_indices, null_slot, silu, rows)
-        return step(rows, True)
-
-    results = STEPS.record(arguments, run) if lookup is RECORD else run()
+    given = convolution, conv_activation is not None, step
+    results = STEPS.record(arguments, _run, *given) if lookup is RECORD else _run(*given)
     return out if out is not None else results[0]
+
+
+def _run(convolution: tuple[Any, ...], silu: bool, step: Step) -> tuple[Tensor, ...]:
+    """Returns o, or y of the norm, or nothing if it was written to `out`."""
+    x, slots = convolution[0], step.pool
+    rows = x.new_empty(x.shape)
+    conv_update(*convolution, slots.state_indices, slots.null_slot, silu, rows)
+    return run_step(rows, step, ahead=True)

@@ -17,7 +17,7 @@ Four cases need care:
                       replay; to avoid that, call once before the capture.
     a warm-up         While torch warms up a graph, allocations of its thread belong to the graph
                       and are overwritten later. `kept` therefore makes tables in a thread of its
-                      own, where no mode of torch, such as a Recorder, sees them.
+                      own, where no mode of torch, such as a test's, sees them.
 
 Call all functions here while the tables' GPU is the current one, as inside `device.of`.
 """

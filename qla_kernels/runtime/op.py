@@ -33,7 +33,6 @@ import torch
 from torch import Tensor
 
 from qla_kernels.runtime.contents import checks_contents
-from qla_kernels.runtime.native import recording
 from qla_kernels.runtime.native.placeholders import Placeholder
 from qla_kernels.runtime.programs import Programs
 from qla_kernels.runtime.signature import Entry
@@ -123,7 +122,7 @@ def _is_watched(records: Iterable[tuple[Any, ...]]) -> bool:
     return (
         torch.compiler.is_compiling()
         or not _PLAIN.issuperset(map(type, chain.from_iterable(records)))
-        or torch._C._len_torch_dispatch_stack() > (recording.active() is not None)
+        or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
     )

@@ -1,7 +1,7 @@
 """Replays calls that were seen before: their launches are kept, and one native call repeats them.
 
     find      looks for a call like this one
-    record    runs a call and keeps its launches
+    record    makes the program of a call, launches it and keeps it
     keep      keeps a value for calls like this one, such as "these arguments were accepted"
 
 A call is like another if the launch code would do the same for it: same sizes, strides, dtypes,
@@ -9,13 +9,14 @@ alignment, flags, numbers in host tensors, stream; programs.c compares them. In 
 the number of tokens T may differ: forms.c computes what follows from it. Programs exist where
 kernels are prebuilt (`native/`) and torch has DLPack's exchange API (2.10), and not under a
 compiler, tracer, mode or tensor subclass. QLA_PROGRAMS=0 turns them off. With
-QLA_CHECK_PROGRAMS=1 each call that would be replayed is recorded and compared.
+QLA_CHECK_PROGRAMS=1 the program of each call is made anew and compared with the one that is known.
 """
 
+import functools
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -24,13 +25,12 @@ from torch import Tensor
 from qla_kernels.runtime import device, jit
 from qla_kernels.runtime.errors import Unsupported
 from qla_kernels.runtime.native import prebuilt
-from qla_kernels.runtime.native.recorder import Recorder
-from qla_kernels.runtime.native.recording import Form, NotRecordable, tensors_in
+from qla_kernels.runtime.native.recording import NotRecordable, Program, tensors_in
 from qla_kernels.runtime.native.trace import Trace
 
 MOST = 256  # programs of one function; the one that was used longest ago is dropped for another
 
-DIFFERS = 1  # what storing a program finds; programs.c has the same
+DIFFERS, FAILS = 1, 2  # outcomes of storing a program; making.c has the same
 
 RECORD = True  # what `find` returns at the second call of a kind
 
@@ -114,96 +114,75 @@ class Programs:
         if type(found) is tuple:
             return of_flat(*found)
         if found is RECORD:
-            ends = list(accumulate(map(len, records), initial=0))
-
-            def again(given: Sequence[Any]) -> tuple[Tensor | None, ...]:
-                parts = (given[a:b] for a, b in pairwise(ends))
-                return function(*(type(r)(*x) for r, x in zip(records, parts, strict=True))).flat()
-
-            return of_flat(*self.record(arguments, lambda: function(*records).flat(), again))
+            return of_flat(*self.record(arguments, lambda *x: function(*x).flat(), *records))
         return function(*records)
 
     def keep(
         self,
         arguments: tuple[Any, ...],
         value: object,
-        again: Callable[[Sequence[Any]], object] | None = None,
+        call: Callable[..., object],
+        *given: Any,
     ) -> None:
         """Keeps a value, not a tuple: `find` returns it for arguments like these.
 
-        With `again`, which does what the value stands for with the arguments that it is given, also
-        for arguments with another T.
+        Also for arguments with another T, as far as call(*given), which is what the value stands
+        for, allows. `given` are arguments of the call, or tuples of such.
         """
-
-        def run(given: Sequence[Any]) -> tuple[()]:
-            assert again is not None
-            again(given)
-            return ()
-
         if (known := self._known) is not None:
             native, table = known
-            form = self._form(known, arguments, run) if again is not None else None
-            code = (None, ()) if form is None else form[-2:]
+            traced = self._traced(known, arguments, lambda *x: (call(*x), ())[1], *given)
+            code = (None, ()) if traced is None else traced[-2:]
             native.keep(table, arguments, value, *code)
 
     def record(
         self,
         arguments: tuple[Any, ...],
-        run: Callable[[], Results],
-        again: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
+        call: Callable[..., Results],
+        *given: Any,
+        usual: Callable[[], Results] | None = None,
     ) -> Results:
-        """Runs a call after `find` returned RECORD for its arguments; returns the call's results.
+        """Returns call(*given) after `find` returned RECORD for its arguments.
 
-        Keeps its launches if a program can repeat them, and otherwise that it cannot. `again` does
-        the same as `run` with the arguments that it is given: placeholders. Tables with tokens
-        need it.
+        Runs `call` on placeholders, and launches and keeps the program that this makes. If there is
+        none, keeps that, and runs the call on tensors.
+
+        Args:
+            arguments: those of `find`.
+            given: arguments of the call, or lists and tuples of such. A tensor that is not among
+                the arguments cannot be in a program.
+            usual: runs the call on tensors; call(*given) if None.
         """
+        usual = usual or functools.partial(call, *given)
         known = self._known
         if known is None or _is_capturing(arguments):
-            return run()
+            return usual()
         native, table = known
-        if again is not None and (form := self._form(known, arguments, again)) is not None:
-            if native.open_form(table, arguments, *form):
-                return run()
-            jit.log.warning("%s: a form does not make its own call; please report it", self.name)
-            _keep_out(known, arguments)
-        with Recorder(native, arguments) as recorded:
-            results = run()
-        try:
-            program = recorded.program(results)
-        except NotRecordable as reason:
-            jit.log.debug("%s: no program for a call: %s", self.name, reason)
-            native.keep(table, arguments, None, None, ())
-            return results
-        if native.store(table, arguments, *program) == DIFFERS:
+        program = self._traced(known, arguments, call, *given)
+        done = FAILS if program is None else native.store(table, arguments, *program)
+        if done == DIFFERS:
             raise RuntimeError(
                 f"{self.name}: a call that looks like an earlier one launches other kernels or"
                 " numbers; need the same; please report it, and set QLA_PROGRAMS=0 until then"
             )
-        return results
+        if done == FAILS:
+            native.keep(table, arguments, None, b"", ())  # nor have those with another T a program
+            native.keep(table, arguments, None, None, ())
+        return done if isinstance(done, tuple) else usual()  # type: ignore[return-value]
 
-    def _form(
+    def _traced(
         self,
         known: tuple[Any, Any],
         arguments: tuple[Any, ...],
-        again: Callable[[Sequence[Any]], Sequence[Any]],
-    ) -> Form | None:
-        """Returns the call's program with T open, or None if it has none, or needs none."""
-        native, table = known
-        if not native.may_open(table, arguments):
-            return None
+        call: Callable[..., Sequence[Any]],
+        *given: Any,
+    ) -> Program | None:
+        """Returns the program of call(*given), or None if it has none."""
         try:
-            return Trace(native, arguments, self._tokens).form(again)
+            return Trace(known[0], arguments, self._tokens).program(call, *given)
         except NotRecordable as reason:
-            jit.log.debug("%s: a program for one T alone: %s", self.name, reason)
-            _keep_out(known, arguments)
+            jit.log.debug("%s: no program for a call: %s", self.name, reason)
             return None
-
-
-def _keep_out(known: tuple[Any, Any], arguments: tuple[Any, ...]) -> None:
-    """Says that calls which look like this one, apart from T, have no form."""
-    native, table = known
-    native.keep(table, arguments, None, b"", ())
 
 
 def forget() -> None:
@@ -233,6 +212,7 @@ def _native() -> Any:
         torch._C._functorch.peek_interpreter_stack,
         torch._C._get_tracing_state,
         torch.autograd.forward_ad,
+        torch.autograd.graph.increment_version,
     )
     return native
 

@@ -119,4 +119,4 @@ class ReducedGradients:
 
 def _empty_sums(k: Tensor, *chunks: int) -> Tensor:
     """Returns uninitialised accumulators for dK and dV, [*chunks, 2, *k.shape]."""
-    return torch.empty(*chunks, 2, *k.shape, dtype=wide(k), device=k.device)
+    return k.new_empty(*chunks, 2, *k.shape, dtype=wide(k))

@@ -9,7 +9,6 @@ partial results.
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from qla_kernels.sparse_ring.gradients import gradients_of
@@ -46,7 +45,7 @@ def forward(
     """
     run = launches(q.device)
     B, L, H, D = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = q.new_empty(q.shape)
     partial = Partial(None, _wide(q, B, H, L))
     columns = Columns(*(q.new_empty(B, H, shard.v_idx.shape[-1], D) for _ in range(2)))
     for batch in batches:
@@ -81,7 +80,7 @@ def backward(
     gradients = gradients_of(route, k)
     saved = run.saved(done.o, done.lse, do, dlse)
     column_grads = run.backward_columns(shard, q, saved, done.columns)
-    dq, out = None, torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dq, out = None, q.new_empty(q.shape)
     for batch in batches:
         for chunks, dkv in gradients.of(batch.chunks):
             run.backward_keys(shard, q, batch.k, batch.v, saved, chunks, dkv, True)
@@ -99,4 +98,4 @@ def _visits(shard: Shard, chunks: list[Chunk]) -> list[Visit]:
 
 
 def _wide(x: Tensor, *shape: int) -> Tensor:
-    return torch.empty(shape, dtype=wide(x), device=x.device)
+    return x.new_empty(shape, dtype=wide(x))

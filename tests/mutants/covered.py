@@ -48,7 +48,6 @@ HOST = {
     "gdn/prefill/ops.py": [PREFILL],
     "gdn/sharded/layouts.py": ["tests/host/test_gdn_zigzag.py", "tests/host/test_gdn_cp.py"],
     "runtime/native/pack.py": [LAUNCHER],
-    "runtime/native/recorder.py": [PROGRAMS, FAMILIES],
     "runtime/native/symbols.py": [PROGRAMS, FORMS],
     "runtime/native/trace.py": [PROGRAMS, FORMS],
     "runtime/programs.py": [PROGRAMS, FORMS],

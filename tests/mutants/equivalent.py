@@ -12,11 +12,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "-(-np.maximum(0, tout - np.maximum(begin, q_shift)) // tokens) for begin in (k0, end)",
     ): "the larger of two whole numbers, in any order",
     (
-        "runtime/native/programs.c",
-        "recording = list == Py_None ? NULL : list, noting = recording ? gpu : -1;",
-        "recording = list == Py_None ? NULL : list, noting = recording ? gpu : -2;",
-    ): "any negative number means none",
-    (
         "runtime/native/launcher.c",
         "unsigned box[RANK], steps[RANK]; Expression dims[RANK], strides[RANK - 1];",
         "unsigned box[RANK], steps[RANK]; Expression dims[RANK], strides[RANK + 1];",

@@ -31,7 +31,7 @@ from qla_kernels.conv import launch as conv_launch
 from qla_kernels.conv import ops as conv_ops
 from qla_kernels.conv import update as conv_update
 from qla_kernels.dualkv import SharedLayout
-from qla_kernels.gdn import GdnPool, api
+from qla_kernels.gdn import GdnPool, api, known
 from qla_kernels.gdn import autograd as gdn
 from qla_kernels.gdn import ops as gdn_ops
 from qla_kernels.gdn.anchored import launch as pool_launch
@@ -49,12 +49,14 @@ from qla_kernels.gdn.sharded.layouts import ShardPlace
 from qla_kernels.gdn.tree import autograd as tree
 from qla_kernels.gdn.tree import launch as tree_launch
 from qla_kernels.gdn.tree import ops as tree_ops
+from qla_kernels.gdn.tree.tables import ON_HOST
 from qla_kernels.hybrid import delta_tables, shared_prefix_conv1d, shared_prefix_gated_delta_rule
 from qla_kernels.hybrid import step as hybrid_step
 from qla_kernels.norm import launch as norm_launch
 from qla_kernels.norm import ops as norm_ops
 from qla_kernels.runtime import device, jit, programs
 from qla_kernels.runtime.native.pack import pack, texts
+from qla_kernels.runtime.native.trace import Trace
 from qla_kernels.runtime.programs import Programs
 from qla_kernels.sparse_ring import FixedVerticalSlash, build_index, ring, shard, sparse_attention
 from qla_kernels.sparse_ring import gradients as sparse_gradients
@@ -70,6 +72,7 @@ NATIVE, DRIVER = standin.replaying(passing=True), by_hand.DRIVER
 
 _kernels: dict[tuple[str, tuple[Any, ...]], Any] = {}
 _launched: list[Any] = []  # launchers, in the order of their launches
+_on_host: set[int] = set()  # addresses of tables that launch code reads
 _phases: list[int] = []  # sizes of the record when a backward began, or a rank's gather
 _forwards: list[tuple[int, int]] = []  # the phase of a forward's results, and their number
 
@@ -101,6 +104,9 @@ def _made_up(module: Any, variant: Any) -> Callable[..., None]:
 
 
 jit.compile = _made_up
+Trace.is_of_host = staticmethod(  # type: ignore[method-assign]
+    lambda x: x.data_ptr() in _on_host or DRIVER.is_on_host(x.data_ptr())
+)
 device.of, device.sm_count = nullcontext, lambda _: 132  # type: ignore[assignment, misc]
 gdn_ops.gdn_fwd, gdn_ops.gdn_bwd = gdn_forward.gdn_fwd, gdn_backward.gdn_bwd
 gdn_ops.l2norm_fwd, gdn_ops.l2norm_bwd = gdn_forward.l2norm_fwd, gdn_forward.l2norm_bwd
@@ -118,6 +124,15 @@ packed.gdn_recurrent_slots = decode_launch.gdn_recurrent_slots
 packed.gdn_recurrent_norm = decode_launch.gdn_recurrent_norm
 gdn_pool.gdn_pool_extend = pool_launch.gdn_pool_extend
 gdn_pool.gdn_pool_reject = pool_launch.gdn_pool_reject
+
+
+def _copy_of(bounds: Tensor) -> Tensor:
+    copy = bounds.clone()
+    _on_host.add(copy.data_ptr())
+    return copy
+
+
+known.copy_of = _copy_of
 INDEX = build_index(
     *torch.zeros(2, 1, 512, 2, 64, dtype=torch.bfloat16), FixedVerticalSlash([0, 5, 300], [0, 2])
 )
@@ -356,6 +371,9 @@ def ranks_that_share_a_sequence() -> None:
 
 
 LAYOUT = SharedLayout.from_forest((130, 70, 0, 64, 40, 1, 65), (-1, 0, 0, 0, 3, 0, 0))
+for _with_states_after in False, True:
+    _tables = delta_tables.prepare(LAYOUT, _with_states_after)
+    _on_host.update(x.data_ptr() for x in _tables[:ON_HOST])
 
 
 def trees() -> None:
@@ -545,7 +563,7 @@ def a_key_holds_stream_gpu_and_dtype() -> None:
     """A program is of one stream and one GPU, and of tensors whose numbers have one width."""
 
     def work(x: Tensor) -> tuple[Tensor]:
-        return (torch.zeros(3),)
+        return (x.new_zeros(3, dtype=torch.float32),)
 
     assert NATIVE.driver_version() == 13_000  # opens the driver: this program launches nothing
     for dtype, other in ((torch.float32, torch.float16), (torch.int64, torch.int32)):

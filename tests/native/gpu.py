@@ -1,8 +1,8 @@
 """A process in which tensors of the CPU pass for those of a GPU, on the stand-in driver.
 
 Importing this prepares the process, which `standin.run` has to have started. Host code of GPUs
-runs: all tensors are a GPU's but those that `host` was given. So recorders and programs treat them
-as there, streams included. Kernels are made up from the arguments of their first launch; their
+runs: all tensors are a GPU's but those that `host` was given. So launch code and programs treat
+them as there, streams included. Kernels are made up from the arguments of their first launch; their
 names say what the driver writes down, and `made` has what they are. Memory is not touched, and
 `kernels_of_torch` says which operators of torch would have been launches.
 """
@@ -21,7 +21,6 @@ from qla_kernels.runtime import device, jit, programs
 from qla_kernels.runtime.native import recording
 from qla_kernels.runtime.native.pack import pack, texts
 from qla_kernels.runtime.native.placeholders import Placeholder
-from qla_kernels.runtime.native.recorder import Recorder
 from tests.native import standin
 from tests.native.behaviour import CUBIN
 
@@ -56,14 +55,6 @@ def forget() -> None:
 
 def is_on_host(x: Tensor) -> bool:
     return DRIVER.is_on_host(x.data_ptr())
-
-
-class _Recorder(Recorder):
-    """torch says of all tensors that they are of the CPU."""
-
-    def _is_of_host(self, x: Tensor) -> bool:
-        place = self._place(x)
-        return place.kind == "host" or (place.kind == "input" and is_on_host(x))
 
 
 def _made_up(module: Any, variant: Any) -> Callable[..., None]:
@@ -137,7 +128,6 @@ class kernels_of_torch(TorchDispatchMode):
 _usual, known.representative = known.representative, _representative
 jit.compile = _made_up
 known.copy_of = lambda x: host(x.clone())
-programs.Recorder = _Recorder
 device.fork = _fork
 device.of = lambda x: torch._C._AutoDispatchBelowADInplaceOrView()
 device.sm_count, device.capability = lambda _: SMS, lambda _: (9, 0)

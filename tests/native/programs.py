@@ -21,9 +21,10 @@ from torch import Tensor
 
 from qla_kernels.runtime import programs
 from qla_kernels.runtime.device_tables import kept
-from qla_kernels.runtime.native import recorder, recording
+from qla_kernels.runtime.native import recording
 from qla_kernels.runtime.native.pack import pack, texts
 from qla_kernels.runtime.native.symbols import decided
+from qla_kernels.runtime.native.trace import Trace
 from qla_kernels.runtime.programs import RECORD, Programs
 from tests.native import standin
 from tests.native.behaviour import CUBIN, ENTRY, NAME
@@ -32,13 +33,14 @@ NATIVE = standin.replaying()
 LAUNCH = NATIVE.launcher(NAME, ENTRY["function"], CUBIN, pack(ENTRY), *texts(ENTRY))
 DRIVER = standin.Driver()
 LETTERS = standin.kinds(ENTRY)
+Trace.is_of_host = staticmethod(lambda x: DRIVER.is_on_host(x.data_ptr()))  # type: ignore
 
 
 def _work(x: Tensor, bounds: Tensor, scale: float) -> tuple[Tensor | None, ...]:
     """Launches twice: on x, and on a part of a room; returns what the first launch writes."""
     rows, heads, size = x.shape
     room = x.new_empty(rows + 1, heads, size)
-    sums = torch.empty(rows, heads)
+    sums = _room(x, rows, heads)
     count = sums.new_zeros(rows + 1, heads)
     LAUNCH(x, scale, sums, len(bounds.int()))
     LAUNCH(room[1:], scale, count[1:], 3)
@@ -52,7 +54,7 @@ def _inputs(rows: int = 40, heads: int = 2) -> tuple[Tensor, Tensor, float]:
 def _call(table: Programs, *given: Any, work: Callable[..., Any] = _work) -> Any:
     found = table.find(*given)
     if found is RECORD:
-        return table.record(given, lambda: work(*given))
+        return table.record(given, work, *given)
     return work(*given) if found is None else found
 
 
@@ -165,8 +167,8 @@ def a_tensor_given_twice() -> None:
     """It differs from two tensors that look alike."""
 
     def work(x: Tensor, y: Tensor) -> tuple[Tensor | None]:
-        LAUNCH(x, 0.5, torch.empty(40, 2), 3)
-        LAUNCH(y, 0.5, torch.empty(40, 2), 3)
+        LAUNCH(x, 0.5, _room(x, 40, 2), 3)
+        LAUNCH(y, 0.5, _room(y, 40, 2), 3)
         return (None,)
 
     x, y = _inputs()[0], _inputs()[0]
@@ -205,9 +207,9 @@ def observers() -> None:
     assert table.find(*given) is None
     del os.environ["QLA_CHECK"]
     assert type(table.find(torch.nn.Parameter(x), bounds, scale)) is tuple
-    recording = recorder.Recorder(NATIVE, given)
-    with recording:  # a call inside of one that is recorded
-        assert table.find(*given) is None
+    NATIVE.note([], 0)  # a call inside of one that is traced
+    assert table.find(*given) is None
+    NATIVE.note(None, 0)
     assert type(table.find(*given)) is tuple
 
 
@@ -221,7 +223,7 @@ def gradients() -> None:
         assert type(table.find(leaf, bounds, scale)) is tuple
     given = leaf, bounds, scale
     assert table.find(*given) is RECORD
-    table.keep(given, "accepted")
+    table.keep(given, "accepted", _work, *given)
     assert table.find(*given) == "accepted"
     assert type(table.find(x, bounds, scale)) is tuple
     with torch.inference_mode():
@@ -328,7 +330,7 @@ def _call_open(table: Programs, work: Callable[..., Any], T: int) -> bool:
 
     def call() -> None:
         if table.find(x) is RECORD:
-            table.record((x,), lambda: work(x), lambda given: work(*given))
+            table.record((x,), work, x)
         elif table.replays() == before:
             work(x)
 
@@ -336,7 +338,7 @@ def _call_open(table: Programs, work: Callable[..., Any], T: int) -> bool:
     assert [launch[:4] for launch in got] == [launch[:4] for launch in expected]
     os.environ["QLA_CHECK_PROGRAMS"] = "1"
     if table.find(x) is RECORD:
-        table.record((x,), lambda: work(x), lambda given: work(*given))
+        table.record((x,), work, x)
     del os.environ["QLA_CHECK_PROGRAMS"]
     return table.replays() > before
 
@@ -442,16 +444,15 @@ def numbers_that_are_read() -> None:
 
 
 def calls_without_a_form() -> None:
-    """They have programs of their own, for each T; so have more kinds of calls than forms."""
+    """They have no program. More kinds of calls than forms have programs of their own."""
 
     def work(x: Tensor) -> tuple[Tensor]:
-        sums = _room(x, 40, x.shape[1])
-        LAUNCH(x, 0.5, sums.clone() if x.element_size() == 4 else sums.t().t(), 3)
-        return (sums,)
+        LAUNCH(x, 0.5, _room(x, 40, x.shape[1]).t().t(), 3)
+        return (_room(x, 40, x.shape[1]),)
 
     table = _open(work, 30, 31)
+    assert not any(_call_open(table, work, T) for T in (32, 32, 32, 33, 33, 33))
     again = [False, True, True]  # the second sight of a call is that of _call_open's check
-    assert [_call_open(table, work, T) for T in (32, 32, 32, 33, 33, 33)] == again * 2
 
     def scattered(x: Tensor) -> tuple[None]:
         LAUNCH(x, float(x.shape[1]), _room(x, 40, x.shape[1]), 3)
@@ -496,7 +497,7 @@ def waits() -> None:
 
     def work(x: Tensor) -> tuple[None]:
         recording.note_wait(_Stream(7), _Stream(0))
-        LAUNCH(x, 0.5, torch.empty(40, 2), 3)
+        LAUNCH(x, 0.5, _room(x, 40, 2), 3)
         recording.note_wait(_Stream(0), _Stream(7))
         return (None,)
 
@@ -521,7 +522,7 @@ def checks() -> None:
     hidden = [3]
 
     def work(x: Tensor) -> tuple[None]:
-        LAUNCH(x, 0.5, torch.empty(40, 2), hidden[0])
+        LAUNCH(x, 0.5, _room(x, 40, 2), hidden[0])
         return (None,)
 
     x = _inputs()[0]
@@ -540,7 +541,7 @@ def checks_of_the_workspace() -> None:
     hidden = [5]
 
     def work(x: Tensor) -> tuple[None]:
-        LAUNCH(x, 0.5, torch.empty(40, 2), 3)
+        LAUNCH(x, 0.5, _room(x, 40, 2), 3)
         x.new_empty(hidden[0], 64)
         return (None,)
 
@@ -554,55 +555,73 @@ def checks_of_the_workspace() -> None:
     del os.environ["QLA_CHECK_PROGRAMS"]
 
 
+def _stored(table: Programs, code: bytes, *steps: Any, held: object = None, of: Any = ()) -> Any:
+    """Stores a program without results, for a call with an empty tensor."""
+    given = (torch.empty(1, 3),)
+    return NATIVE.store(table.find.__self__, given, (), (), (), 0, steps, 0, held, code, of)
+
+
+CODE = struct.pack("7q", 1, 1, 0, 0, 0, 0, 0)  # a node, the constant 0: the workspace's size
+
+
+def writes_are_counted() -> None:
+    """Each call, replayed or not, is one write to what it overwrites."""
+
+    def work(x: Tensor, y: Tensor) -> tuple[None]:
+        recording.overwritten(y, None, _room(x, 3))
+        LAUNCH(x, 0.5, y, 3)
+        return (None,)
+
+    x, y = _inputs()[0], torch.empty(40, 2)
+    table = Programs("test")
+    for n in range(5):
+        versions = x._version, y._version
+        _call(table, x, y, work=work)
+        assert (x._version, y._version) == (versions[0], versions[1] + 1), n
+    assert table.replays() == 3
+
+
 def too_many_bases() -> None:
-    """No step has more addresses than a launch; each has an offset."""
-    table, given = _known(*_inputs()), (torch.empty(3),)
-    for bases, offsets, text in (((0,) * 25, (0,) * 25, "25 bases"), ((0, 0), (0,), "2 bases")):
-        step = 2, 0, bases, offsets, (0, 4)  # a fill
-        with pytest.raises(ValueError, match=f"a step with {text}; need at most 24, and an offset"):
-            NATIVE.store(table.find.__self__, given, given, (0,), 100, (), 0, (step,), None)
-        assert len(table) == 1
+    """No step has more addresses than a launch."""
+    table = _known(*_inputs())
+    fill = 2, 0, (0,) * 25, 0
+    with pytest.raises(ValueError, match="a step with 25 bases; need at most 24"):
+        _stored(table, CODE, fill)
+    assert len(table) == 1
 
 
 def refused_programs() -> None:
-    """Programs and forms that are refused, or not needed any more, leave nothing behind."""
-    table, given = _known(*_inputs()), (torch.empty(1, 3),)
-    held, tables = object(), (object(),)
+    """Programs that are refused, or not needed any more, leave nothing behind."""
+    table, held, tables = Programs("test", tokens=[0]), object(), (object(),)
+    table.find(torch.empty(1, 3))
     no_form = struct.pack("q", 0)
-    form = struct.pack("7q", 1, 1, 0, 0, 0, 0, 0)  # a node, the constant 0: the workspace's size
-    wait = 1, 0, (), (), (1,)  # which has an event
-    wrong = 2, 0, (0,) * 25, (0,) * 25, (0, 4)
-
-    def store(table: Programs, *steps: Any) -> int:
-        return NATIVE.store(table.find.__self__, given, (), (), 0, (), 0, steps, held)
-
-    def opens(table: Programs, code: bytes, *steps: Any) -> bool:
-        arguments = given, (), (), (), 0, steps, held, code, tables
-        return NATIVE.open_form(table.find.__self__, *arguments)
-
-    store(table)
+    wait = 1, 0, (), 1  # which has an event
+    wrong = 2, 0, (0,) * 25, 0
+    store = partial(_stored, held=held, of=tables)
+    assert store(table, CODE) == ()
 
     def refuse(times: int) -> int:
         for _ in range(times):
             with pytest.raises(ValueError, match="a step with 25 bases"):
-                store(table, wait, wrong)
-            with pytest.raises(ValueError, match="a step with 25 bases"):
-                opens(table, form, wait, wrong)
-            assert not opens(table, no_form, wait)
-            assert store(table, wait) == programs.DIFFERS
-            other = Programs("test", tokens=[0])
-            other.find(*given)
-            assert opens(other, form, wait)
-            assert store(other) == programs.DIFFERS  # from the program that the form makes
+                store(table, CODE, wait, wrong)
+            assert store(table, no_form, wait) == programs.FAILS
+            assert store(table, CODE, wait) == programs.DIFFERS
+            for tokens in ([0], []):
+                other = Programs("test", tokens=tokens)
+                other.find(torch.empty(1, 3))
+                assert store(other, CODE, wait) == ()
+                assert store(other, CODE, wait) == ()
+                assert store(other, CODE) == programs.DIFFERS
+                assert len(other) == 1
         del other
         gc.collect()
         return tracemalloc.get_traced_memory()[0]
 
     tracemalloc.start()
-    first, references = refuse(10), [sys.getrefcount(x) for x in (held, form, no_form, tables)]
+    first, references = refuse(10), [sys.getrefcount(x) for x in (held, CODE, no_form, tables)]
     assert refuse(100) - first < 20_000  # bytes; a program has 2,000 and more
     tracemalloc.stop()
-    assert [sys.getrefcount(x) for x in (held, form, no_form, tables)] == references
+    assert [sys.getrefcount(x) for x in (held, CODE, no_form, tables)] == references
     assert DRIVER["events"] == 0
 
 
@@ -611,10 +630,7 @@ def forgotten_beside_a_call() -> None:
     given = _inputs()
     table = Programs("test", tokens=[0])
 
-    def again(given: Any) -> Any:
-        return _work(*given)
-
-    def run() -> Any:
+    def forgets(*given: Any) -> Any:
         table.forget()
         return _work(*given)
 
@@ -622,11 +638,11 @@ def forgotten_beside_a_call() -> None:
         assert _call(table, *given)[0].shape == (40, 2)
         assert table.find(*given) is RECORD
         table.forget()
-        assert table.record(given, lambda: _work(*given), again)[0].shape == (40, 2)
-        table.keep(given, "accepted", again)
+        assert table.record(given, _work, *given)[0].shape == (40, 2)
+        table.keep(given, "accepted", _work, *given)
         assert (len(table), table.replays(), table.find(*given)) == (0, 0, None)
         assert table.find(*given) is RECORD
-        assert table.record(given, run, again)[0].shape == (40, 2)
+        assert table.record(given, forgets, *given)[0].shape == (40, 2)
         assert len(table) == 0
 
 

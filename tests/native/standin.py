@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from qla_kernels.runtime.native.launcher import compile_launcher
+from qla_kernels.runtime.native.symbols import Number
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = ("libcuda.so.1", "libcudart.so.13")
@@ -139,6 +140,7 @@ def replaying(passing: bool = False):
         torch._C._functorch.peek_interpreter_stack,
         torch._C._get_tracing_state,
         torch.autograd.forward_ad,
+        torch.autograd.graph.increment_version,
     )
     programs._native = lambda: native
     return native
@@ -146,6 +148,8 @@ def replaying(passing: bool = False):
 
 def like(x: Any) -> Any:
     """What made-up entries depend on."""
+    if isinstance(x, Number):
+        return int
     return type(x) if isinstance(x, int | float) else (x.dtype, x.shape, x.stride())
 
 

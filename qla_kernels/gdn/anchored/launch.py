@@ -14,6 +14,7 @@ from qla_kernels.gdn.launch.chunks import l2norm_fwd
 from qla_kernels.gdn.launch.pools import Places
 from qla_kernels.gdn.shapes import STEP_COLUMNS, key_room
 from qla_kernels.runtime import device, jit
+from qla_kernels.runtime.native.recording import overwritten
 from qla_kernels.runtime.sm90 import dtype_name, low_words, require_aligned
 
 
@@ -26,7 +27,7 @@ def gdn_pool_extend(call: Call, pool: Slots, extension: Extension, options: Opti
             o = decode(pool, call, extension.state_indices, extension.null_slot)
         else:
             o = extend(call, pool, extension, _rows)
-    torch.autograd.graph.increment_version(pool)  # the dispatcher does so, but may be bypassed
+    overwritten(*pool)  # the dispatcher says so, but may be bypassed
     return o
 
 
@@ -41,7 +42,7 @@ def gdn_pool_reject(rejection: Rejection) -> None:
             jit.compile(reject_kernel, reject_kernel.VARIANTS[0])(
                 low_words(state_indices), low_words(num_tokens), lengths, null_slot
             )
-    torch.autograd.graph.increment_version(lengths)
+    overwritten(lengths)
 
 
 def _rows(anchors: Tensor, starts: Tensor, ends: Tensor) -> Places:

@@ -1,5 +1,7 @@
 """`GdnPool`: prefill, decoding and verification with the bits of the chunked form."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -205,7 +207,6 @@ class GdnPool:
         )  # fmt: skip
         lookup = None if torch.compiler.is_compiling() else DECODES.find(*arguments)
         if type(lookup) is tuple:
-            torch.autograd.graph.increment_version(pool)
             o: Tensor = lookup[0]
             return o
         if isinstance(q, Tensor) and q.dim() == 4 and q.shape[1] > NEW_TOKENS:
@@ -216,12 +217,12 @@ class GdnPool:
         gate = Gate(use_gate_in_kernel, A_log, dt_bias)
         call, options = self._checked(q, k, v, g, beta, state_indices, None, scale, gate, options)
 
-        def run() -> tuple[Tensor, ...]:
-            extension = Extension(state_indices, None, True, self.null_slot)
-            return (gdn_pool_extend(call, pool, extension, options),)
-
+        given = call, pool, Extension(state_indices, None, True, self.null_slot), options
         with torch.no_grad():
-            return (DECODES.record(arguments, run) if lookup is RECORD else run())[0]
+            results = (
+                DECODES.record(arguments, _extend, *given) if lookup is RECORD else _extend(*given)
+            )
+        return results[0]
 
     def reject(self, state_indices: Tensor, num_tokens: Tensor) -> None:
         """Removes the last num_tokens[n] tokens of the sequence in slot state_indices[n].
@@ -237,16 +238,14 @@ class GdnPool:
         arguments = lengths, anchored, state_indices, num_tokens, self.null_slot
         lookup = None if torch.compiler.is_compiling() else REJECTS.find(*arguments)
         if type(lookup) is tuple:
-            torch.autograd.graph.increment_version(lengths)
             return
         REJECTION.check(POOL_OP, lengths, state_indices, num_tokens)
 
-        def run() -> tuple[Tensor, ...]:
-            gdn_pool_reject(Rejection(*arguments))
-            return ()
-
+        rejection = Rejection(*arguments)
         with torch.no_grad():
-            REJECTS.record(arguments, run) if lookup is RECORD else run()
+            REJECTS.record(arguments, _reject, rejection) if lookup is RECORD else _reject(
+                rejection
+            )
 
     def _checked(
         self,
@@ -281,3 +280,12 @@ class GdnPool:
         call = Call(q, k, v, g, beta, scale, None, cu_seqlens, None, *gate.parameters())
         INDICES.check(POOL_OP, q, state_indices, N=call.num_sequences)
         return call, options
+
+
+def _extend(*given: Any) -> tuple[Tensor, ...]:
+    return (gdn_pool_extend(*given),)
+
+
+def _reject(rejection: Rejection) -> tuple[Tensor, ...]:
+    gdn_pool_reject(rejection)
+    return ()

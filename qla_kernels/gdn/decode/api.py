@@ -13,7 +13,7 @@ from qla_kernels.gdn.call import Call, Options
 from qla_kernels.gdn.decode.ops import (
     OP,
     Decoded,
-    Pool,
+    Slots,
     gdn_recurrent,
     gdn_recurrent_slots,
     recorded_gdn_recurrent,
@@ -116,7 +116,7 @@ def fused_recurrent_gated_delta_rule(
     if type(lookup) is tuple:
         if len(lookup) == 2:
             return lookup
-        return _of_slots(lookup, initial_state, out, output_final_state)
+        return lookup[0] if out is None else out, initial_state if output_final_state else None
     options = Options(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
@@ -156,45 +156,23 @@ def fused_recurrent_gated_delta_rule(
         if recorded:
             decoded = recorded_gdn_recurrent(call, options)
         elif lookup is RECORD:
-            decoded = DECODING.record(arguments, lambda: Decoded(*gdn_recurrent(call, options)))
+            decoded = Decoded(*DECODING.record(arguments, gdn_recurrent, call, options))
         else:
             decoded = gdn_recurrent(call, options)
         return decoded.o, decoded.final_state
     if recorded:
         raise Unsupported(need(OP, *RECORDED))
 
-    if lookup is RECORD:
-        results = DECODING.record(
-            arguments, lambda: _in_pool(call, states, state_indices, out, null_slot, options)
-        )
-    else:
-        results = _in_pool(call, states, state_indices, out, null_slot, options)
+    given = call, Slots(states, state_indices, out, null_slot), options
+    results = DECODING.record(arguments, _in_pool, *given) if lookup is RECORD else _in_pool(*given)
     return (results[0] if out is None else out), states if options.output_final_state else None
 
 
-def _in_pool(
-    call: Call,
-    states: Tensor,
-    state_indices: Tensor,
-    out: Tensor | None,
-    null_slot: int,
-    options: Options,
-) -> tuple[Tensor, ...]:
+def _in_pool(call: Call, slots: Slots, options: Options) -> tuple[Tensor, ...]:
     """Returns o, or nothing if it was written to `out`."""
-    o = call.v.new_empty(call.v.shape) if out is None else out
-    gdn_recurrent_slots(call, Pool(states, state_indices, o, null_slot), options)
-    return (o,) if out is None else ()
-
-
-def _of_slots(
-    results: tuple[Tensor, ...], pool: Tensor | None, out: Tensor | None, output_final_state: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Returns the results of a replayed call with state_indices, which overwrote the pool."""
-    assert pool is not None, "a call with state_indices has one"
-    torch.autograd.graph.increment_version(pool)
-    if out is not None:
-        torch.autograd.graph.increment_version(out)
-    return results[0] if out is None else out, pool if output_final_state else None
+    pool = slots.with_room(call.v)
+    gdn_recurrent_slots(call, pool, options)
+    return (pool.o,) if slots.o is None else ()
 
 
 fused_recurrent_gdn = fused_recurrent_gated_delta_rule

@@ -24,6 +24,7 @@ from qla_kernels.gdn.launch.tensors import (
 from qla_kernels.gdn.shapes import STATE_PIECE, key_room
 from qla_kernels.runtime import device, jit
 from qla_kernels.runtime.errors import Unsupported, need
+from qla_kernels.runtime.native.recording import overwritten
 from qla_kernels.runtime.sm90 import dtype_name, low_words
 
 
@@ -56,8 +57,7 @@ def gdn_recurrent_slots(call: Call, pool: Pool, options: Options) -> None:
         _launch(call, options, states, states, state_indices, o, null_slot)
     else:
         o.zero_()
-    for x in (states, o):  # the dispatcher does so, but may be bypassed
-        torch.autograd.graph.increment_version(x)
+    overwritten(states, o)  # the dispatcher says so, but may be bypassed
 
 
 @torch.no_grad()
@@ -75,8 +75,7 @@ def gdn_recurrent_norm(call: Call, pool: Pool, norm: Norm, options: Options) -> 
                 slots, gated = Pool(states, indices, o_b, pool.null_slot), norm._replace(z=z)
                 variant, packed = norm_arguments(part, slots, gated, options)
                 jit.compile(norm_kernel, variant)(*packed)
-    for x in (states, o):
-        torch.autograd.graph.increment_version(x)
+    overwritten(states, o)
 
 
 @torch.no_grad()
@@ -98,9 +97,7 @@ def gdn_verify(call: Call, drafts: Drafts, options: Options) -> None:
                 jit.compile(verify_kernel, variant)(*packed)
     else:
         o.zero_()
-    for x in (states if drafts.state_indices.dim() == 2 else None, checkpoints, o):
-        if x is not None:
-            torch.autograd.graph.increment_version(x)
+    overwritten(states if drafts.state_indices.dim() == 2 else None, checkpoints, o)
 
 
 def _require_aligned(op: str, name: str, x: Tensor) -> None:

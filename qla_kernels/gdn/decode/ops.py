@@ -36,6 +36,19 @@ class Pool(NamedTuple):
     null_slot: int = -1  # or 0
 
 
+class Slots(NamedTuple):
+    """A Pool of a call that may leave the allocation of o to us."""
+
+    states: Tensor
+    state_indices: Tensor
+    o: Tensor | None
+    null_slot: int
+
+    def with_room(self, v: Tensor) -> Pool:
+        o = v.new_empty(v.shape) if self.o is None else self.o
+        return Pool(self.states, self.state_indices, o, self.null_slot)
+
+
 class Norm(NamedTuple):
     """RMSNorm over a head's columns of o, and its gate."""
 

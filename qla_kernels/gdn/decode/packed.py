@@ -3,13 +3,13 @@
 Inference engines have this layout after their convolution, with inputs of the gate and of beta.
 """
 
-from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from qla_kernels.gdn.call import Call, Options
-from qla_kernels.gdn.decode.ops import Pool, gdn_recurrent_norm, gdn_recurrent_slots
+from qla_kernels.gdn.decode.ops import Norm, Slots, gdn_recurrent_norm, gdn_recurrent_slots
 from qla_kernels.gdn.decode.validate import (
     check_pool,
     checked_norm,
@@ -91,17 +91,23 @@ def packed_decode_gated_delta_rule(
     )  # fmt: skip
     lookup = None if torch.compiler.is_compiling() else PACKED.find(*arguments)
     if type(lookup) is tuple:
-        for x in (initial_state, out):
-            if x is not None:
-                torch.autograd.graph.increment_version(x)
         return out if out is not None else lookup[0]
-    step = checked_step(PACKED_OP, *arguments)
-
-    def run() -> tuple[Tensor, ...]:
-        return step(mixed_qkv, False)
-
-    results = PACKED.record(arguments, run) if lookup is RECORD else run()
+    given = mixed_qkv, checked_step(PACKED_OP, *arguments)
+    results = PACKED.record(arguments, run_step, *given) if lookup is RECORD else run_step(*given)
     return out if out is not None else results[0]
+
+
+class Step(NamedTuple):
+    """A checked call of `packed_decode_gated_delta_rule`, apart from mixed_qkv."""
+
+    a: Tensor
+    b: Tensor
+    A_log: Tensor
+    dt_bias: Tensor | None
+    pool: Slots
+    norm: Norm | None
+    scale: float
+    options: Options
 
 
 def checked_step(
@@ -123,14 +129,8 @@ def checked_step(
     norm_eps: float,
     z_activation: str,
     out: Tensor | None,
-) -> Callable[[Tensor, bool], tuple[Tensor, ...]]:
-    """Checks the arguments of `packed_decode_gated_delta_rule`; returns a function that runs it.
-
-    The returned function takes (rows, ahead): a tensor to use in place of mixed_qkv, and True if
-    the launch may load states while the launch before it still runs. It returns a tuple with the
-    result, or an empty tuple if it wrote the result to `out`. `op` is the function that errors
-    name.
-    """
+) -> Step:
+    """Checks the arguments of `packed_decode_gated_delta_rule`; errors name the function `op`."""
     options = Options(
         flag(op, "use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
         use_beta_sigmoid_in_kernel=True,
@@ -152,19 +152,29 @@ def checked_step(
     scale = scale_of(op, scale, q)
     refuse_forward_mode(op, mixed_qkv, a, b, A_log, dt_bias, initial_state, z, norm_weight, out)
 
-    def run(rows: Tensor, ahead: bool) -> tuple[Tensor, ...]:
-        q, k, v = split(op, rows, initial_state, options.state_v_first)
-        gates = a.unsqueeze(1), b.unsqueeze(1)
-        call = Call(q, k, v, *gates, scale, None, None, None, A_log, dt_bias)
-        o = v.new_empty(v.shape) if out is None else out
-        pool = Pool(initial_state, state_indices, o, null_slot)
-        if norm is None:
-            gdn_recurrent_slots(call, pool, options)
-        else:
-            gdn_recurrent_norm(call, pool, norm._replace(ahead=ahead), options)
-        return (o,) if out is None else ()
+    pool = Slots(initial_state, state_indices, out, null_slot)
+    return Step(a, b, A_log, dt_bias, pool, norm, scale, options)
 
-    return run
+
+def run_step(rows: Tensor, step: Step, ahead: bool = False) -> tuple[Tensor, ...]:
+    """Runs a step on `rows` in place of mixed_qkv.
+
+    Args:
+        ahead: the launch may load states while the launch before it still runs.
+
+    Returns:
+        The result, or nothing if it was written to `out`.
+    """
+    slots, norm, options = step.pool, step.norm, step.options
+    q, k, v = split(PACKED_OP, rows, slots.states, options.state_v_first)
+    gates = step.a.unsqueeze(1), step.b.unsqueeze(1)
+    call = Call(q, k, v, *gates, step.scale, None, None, None, step.A_log, step.dt_bias)
+    pool = slots.with_room(v)
+    if norm is None:
+        gdn_recurrent_slots(call, pool, options)
+    else:
+        gdn_recurrent_norm(call, pool, norm._replace(ahead=ahead), options)
+    return (pool.o,) if slots.o is None else ()
 
 
 def split(

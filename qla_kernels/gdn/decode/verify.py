@@ -1,5 +1,7 @@
 """The public function that verifies draft tokens and saves the state after each of them."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -105,9 +107,6 @@ def verify_gated_delta_rule(
     )  # fmt: skip
     lookup = None if torch.compiler.is_compiling() else VERIFYING.find(*arguments)
     if type(lookup) is tuple:
-        for x in (initial_state if state_indices.dim() == 2 else None, checkpoints, out):
-            if x is not None:
-                torch.autograd.graph.increment_version(x)
         return out if out is not None else lookup[0]
     options = Options(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
@@ -140,14 +139,18 @@ def verify_gated_delta_rule(
         q, k, v, g, beta, scale_of(VERIFY_OP, scale, q), None, cu_seqlens, None, *gate.parameters()
     )
 
-    def run() -> tuple[Tensor, ...]:
-        o = v.new_empty(v.shape) if out is None else out
-        places = initial_state, state_indices, num_accepted_tokens, checkpoints, checkpoint_indices
-        gdn_verify(call, Drafts(*places, parents, o, null_slot), options)
-        return (o,) if out is None else ()
-
-    results = VERIFYING.record(arguments, run) if lookup is RECORD else run()
+    places = initial_state, state_indices, num_accepted_tokens, checkpoints, checkpoint_indices
+    given = call, (*places, parents, out, null_slot), options
+    results = VERIFYING.record(arguments, _run, *given) if lookup is RECORD else _run(*given)
     return out if out is not None else results[0]
+
+
+def _run(call: Call, drafts: Any, options: Options) -> tuple[Tensor, ...]:
+    """Returns o, or nothing if it was written to `out`."""
+    *places, out, null_slot = drafts
+    o = call.v.new_empty(call.v.shape) if out is None else out
+    gdn_verify(call, Drafts(*(*places, o, null_slot)), options)
+    return (o,) if out is None else ()
 
 
 def _check_tables(

@@ -270,6 +270,6 @@ def _tile_v(num_sequences: int, values: Tensor, wanted: int | None) -> int:
     if V > PART_COLUMNS:  # a CTA of a wider tile takes all of V
         return TILE
     if wanted is not None:
-        return wanted
+        return int(wanted)  # a Number of a trace follows from T
     half = device.sm_count(values.device) // 2  # a backward runs both chains at the same time
     return gdn_plan.tile_v(num_sequences, HV, V, half)

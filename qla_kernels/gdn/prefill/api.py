@@ -1,5 +1,7 @@
 """The public function for prefill from and into a pool of states."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -116,9 +118,6 @@ def prefill_gated_delta_rule(
     )  # fmt: skip
     lookup = None if torch.compiler.is_compiling() else PREFILLS.find(*arguments)
     if type(lookup) is tuple:
-        for x in (initial_state, checkpoints, out):
-            if x is not None:
-                torch.autograd.graph.increment_version(x)
         return out if out is not None else lookup[0]
     options = Options(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
@@ -151,17 +150,21 @@ def prefill_gated_delta_rule(
     if wants_gradients((q, k, v, g, beta, *parameters, pool, checkpoints, out)):
         raise Unsupported(need(PREFILL_OP, *RECORDED))
 
-    def run() -> tuple[Tensor, ...]:
-        o = v.new_empty(v.shape) if out is None else out
-        norms = options.use_qk_l2norm_in_kernel
-        a, b = (ops.l2norm_fwd(q), ops.l2norm_fwd(k)) if norms else (q, k)
-        call = Call(a, b, v, g, beta, scale, None, cu_seqlens, cu_seqlens_cpu, *parameters)
-        places = pool, state_indices, start_indices, checkpoints, *tables
-        gdn_prefill(call, Prefill(*places, o, every, null_slot), options)
-        return (o,) if out is None else ()
-
-    results = PREFILLS.record(arguments, run) if lookup is RECORD else run()
+    call = Call(q, k, v, g, beta, scale, None, cu_seqlens, cu_seqlens_cpu, *parameters)
+    places = pool, state_indices, start_indices, checkpoints, *tables
+    given = call, (*places, out, every, null_slot), options
+    results = PREFILLS.record(arguments, _run, *given) if lookup is RECORD else _run(*given)
     return out if out is not None else results[0]
+
+
+def _run(call: Call, prefill: Any, options: Options) -> tuple[Tensor, ...]:
+    """Returns o, or nothing if it was written to `out`."""
+    *places, out, every, null_slot = prefill
+    o = call.v.new_empty(call.v.shape) if out is None else out
+    if options.use_qk_l2norm_in_kernel:
+        call = call._replace(q=ops.l2norm_fwd(call.q), k=ops.l2norm_fwd(call.k))
+    gdn_prefill(call, Prefill(*(*places, o, every, null_slot)), options)
+    return (o,) if out is None else ()
 
 
 def _expect_checkpoints(

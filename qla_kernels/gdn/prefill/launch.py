@@ -19,6 +19,7 @@ from qla_kernels.gdn.prefill.ops import PREFILL_OP, Prefill
 from qla_kernels.gdn.shapes import POOL_KEYS
 from qla_kernels.gdn.times import ForwardChoice
 from qla_kernels.runtime import device
+from qla_kernels.runtime.native.recording import overwritten
 from qla_kernels.runtime.sm90 import require_aligned
 from qla_kernels.tile.constants import CHUNK
 
@@ -53,9 +54,7 @@ def gdn_prefill(call: Call, prefill: Prefill, options: Options) -> None:
                 forward_batch(*part, places=own if in_place else None)
             if out.ht is not None:
                 places.take(out.ht[:, :, : call.q.shape[3]])
-    for changed in (prefill.states, prefill.checkpoints, o):
-        if changed is not None:
-            torch.autograd.graph.increment_version(changed)
+    overwritten(prefill.states, prefill.checkpoints, o)
 
 
 def keeping(plan: Plan) -> ForwardChoice:

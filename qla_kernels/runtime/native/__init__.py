@@ -6,8 +6,8 @@ wanted, `prebuilt.py` finds it there, `sources.py` says whether it was built fro
 are here, `pack.py` writes its entry as an array of numbers, and `launcher.c` launches from that.
 
 Whole calls are replayed by `programs.c` (tables, replays), `making.c` (what goes into a table) and
-`forms.c` (programs for any number of tokens). `trace.py` makes a form by running launch code on
-placeholders (`placeholders.py`, `symbols.py`); `recorder.py` records a call that has no form;
-`recording.py` has what both share. `plans.c` plans batches whose lengths are new in each call
-(`gdn/known.py`). docs/lessons.md has the measurements.
+`forms.c` (programs for any number of tokens). `trace.py` makes a program by running launch code on
+placeholders (`placeholders.py`, `symbols.py`); `recording.py` is how launch code tells it of more
+than launches. `plans.c` plans batches whose lengths are new in each call (`gdn/known.py`).
+docs/lessons.md has the measurements.
 """

@@ -528,7 +528,7 @@ static int below(Reader *r, int limit) { /* an index or a count */
 static PyObject *call(PyObject *self, PyObject *const *arguments, Py_ssize_t n) {
     Entry *e = PyCapsule_GetPointer(self, "entry");
     Given given; Launch launch; void *address[TENSORS], *stream;
-    if (noting >= 0)
+    if (noted)
         return stream_of(noting, &stream) || note_launch(self, stream, arguments, n) ? NULL
                                                                                      : Py_BuildValue("");
     if (!e || take(e, arguments, n, &given) || bind(e, arguments, &given, &launch)) return NULL;
@@ -536,7 +536,6 @@ static PyObject *call(PyObject *self, PyObject *const *arguments, Py_ssize_t n) 
     if (may_launch(e, device) || stream_of(device, &stream)) return NULL;
     for (int i = 0; i < e->tensors; i++) address[i] = given.tensor[i].data;
     if (start(e, &launch, address, device, stream)) return NULL;
-    if (recording && note_launch(self, stream, arguments, n)) return NULL;
     Py_RETURN_NONE;
 }
 
@@ -672,10 +671,8 @@ static PyMethodDef methods[] = {
     {"driver_version", driver_version, METH_NOARGS, "Returns the driver's CUDA version: 13000."},
     {"watch_with", watch_with, METH_VARARGS, "Says how to ask torch whether a call is observed."},
     {"table", make_table, METH_VARARGS, "Returns a function that replays calls that are known."},
-    {"record", record_launches, METH_VARARGS, "Appends this thread's launches to a list, if any."},
-    {"store", store, METH_VARARGS, "Stores a program, or compares it with the one that is known."},
-    {"open_form", open_form, METH_VARARGS, "Stores a program for any number of tokens."},
-    {"may_open", may_open, METH_VARARGS, "Returns whether such calls may get a form."},
+    {"note", note_launches, METH_VARARGS, "Appends this thread's launches to a list, if any."},
+    {"store", store, METH_VARARGS, "Launches a program, and keeps it for calls like this one."},
     {"keep", keep, METH_VARARGS, "Stores a value for calls that look like this one."},
     {"num_programs", num_programs, METH_O, "Returns how many programs and values a table has."},
     {"plan_with", plan_with, METH_O, "Takes the constants of the model of times."},

@@ -1,5 +1,8 @@
-/* Making programs: what recorder.py or trace.py found out about a call goes into its table.
+/* Making programs: what trace.py found out about a call goes into its table.
    Included by programs.c. */
+
+enum { NOT_LAUNCHED, DIFFERS, FAILS }; /* outcomes of `store`: run the call as usual; the program
+   differs from the one that is known; a launch refuses its numbers */
 
 static int read_output(Output *o, PyObject *x) {
     DLTensor t;
@@ -9,28 +12,17 @@ static int read_output(Output *o, PyObject *x) {
     return 0;
 }
 
-static int read_places(Step *x, PyObject *base, PyObject *offset, int num, int bases) {
-    if (num < 0 || num > TENSORS || PyTuple_Size(offset) != num) {
-        PyErr_Format(PyExc_ValueError, "qla_kernels: a step with %d bases; need at most %d, and an"
-                     " offset of each", num, TENSORS);
+static int read_bases(Step *x, PyObject *base, int num, int bases) {
+    if (num < 0 || num > TENSORS) {
+        PyErr_Format(PyExc_ValueError, "qla_kernels: a step with %d bases; need at most %d", num,
+                     TENSORS);
         return -1;
     }
     for (int i = 0; i < num; i++) {
         x->base[i] = (int)PyLong_AsLong(PyTuple_GetItem(base, i));
-        x->offset[i] = PyLong_AsLongLong(PyTuple_GetItem(offset, i));
         if (PyErr_Occurred() || x->base[i] < 0 || x->base[i] >= bases) return -1;
     }
     return 0;
-}
-
-static int read_launch(Step *x, PyObject *entry, PyObject *given) {
-    PyObject *flat[TENSORS + SCALARS];
-    Given g;
-    if (!(x->entry = PyCapsule_GetPointer(entry, "entry"))) return -1;
-    if (given == Py_None) return 0; /* of a form: `fill` binds it */
-    Py_ssize_t n = PyTuple_Size(given);
-    for (Py_ssize_t i = 0; i < n && i < TENSORS + SCALARS; i++) flat[i] = PyTuple_GetItem(given, i);
-    return take(x->entry, flat, n, &g) || bind(x->entry, flat, &g, &x->launch);
 }
 
 static void drop_event(PyObject *event) {
@@ -53,20 +45,17 @@ static int make_event(Step *x, PyObject *events, int device) {
     return failed ? -1 : 0;
 }
 
-/* (kind, stream, bases, offsets, what): what is (entry, arguments), the other stream,
-   (value, bytes) or (width, height, pitch of the destination, of the source) */
+/* (kind, stream, bases, what): what is an entry, the other stream, or the value to fill with */
 static int read_step(Step *x, PyObject *step, int bases, PyObject *events, int device) {
-    PyObject *base, *offset, *what, *entry, *given;
-    if (!PyArg_ParseTuple(step, "iiOOO", &x->kind, &x->stream, &base, &offset, &what)
-        || read_places(x, base, offset, (int)PyTuple_Size(base), bases)) return -1;
+    PyObject *base, *what;
+    if (!PyArg_ParseTuple(step, "iiOO", &x->kind, &x->stream, &base, &what)
+        || read_bases(x, base, (int)PyTuple_Size(base), bases)) return -1;
     switch (x->kind) {
-        case LAUNCH:
-            return !PyArg_ParseTuple(what, "OO", &entry, &given) || read_launch(x, entry, given);
-        case WAIT: return !PyArg_ParseTuple(what, "i", &x->other) || make_event(x, events, device);
-        case FILL: return !PyArg_ParseTuple(what, "LL", &x->value, &x->bytes);
-        default: return !PyArg_ParseTuple(what, "LLLL", &x->width, &x->height, &x->to_pitch,
-                                          &x->from_pitch);
+        case LAUNCH: return !(x->entry = PyCapsule_GetPointer(what, "entry"));
+        case WAIT: x->other = (int)PyLong_AsLong(what); return make_event(x, events, device);
+        case FILL: x->value = PyLong_AsLongLong(what);
     }
+    return PyErr_Occurred() ? -1 : 0;
 }
 
 static int read_program(Program *p, PyObject *outputs, PyObject *results, PyObject *constants,
@@ -124,85 +113,69 @@ static int look_at(Table *t, PyObject *arguments, Sight *s) {
     return t && n <= KEY && look(t, flat, n, s);
 }
 
-/* Puts a program into the table; with code, as a form under the key of such calls. */
-static void put(Table *t, Program *p, Sight *s, PyObject *code, PyObject *tables) {
-    if (code != Py_None) {
-        turn(s);
-        p->hash = hash_of(s);
-        memcpy(p->key, s->word, sizeof(int64_t) * (size_t)s->words);
-        turn(s);
-        if (PyBytes_Size(code)) Py_INCREF(p->code = code), Py_INCREF(p->tables = tables);
-    }
+/* Whether calls that look like this one apart from T may get another form. */
+static int may_open(const Table *t, Sight *s) {
+    Numbers x;
+    int forms = 0;
+    return s->num_open && !form_of(t, s, &forms, &x) && forms < FORMS;
+}
+
+/* Puts a program into the table under the key of calls that look like this one apart from T. */
+static void put(Table *t, Program *p, Sight *s) {
+    turn(s);
+    p->hash = hash_of(s);
+    memcpy(p->key, s->word, sizeof(int64_t) * (size_t)s->words);
+    turn(s);
     insert(t, p);
 }
 
-/* store(table, arguments, outputs, results, workspace, constants, other stream, steps, held)
-
-   outputs: tensors like those to allocate; results: the place of each among outputs, or -1. Bases
-   of addresses count the arguments' tensors, outputs, workspace, constants. Where there is such a
-   program already, or a form of it, compares. Returns an Outcome below. */
-enum { STORED, DIFFERS }; /* from the program that is known */
-
-static PyObject *store(PyObject *self, PyObject *args) {
-    PyObject *table, *arguments, *outputs, *results, *constants, *steps, *held;
-    long long workspace, other;
-    if (!PyArg_ParseTuple(args, "OO!OOLOLOO", &table, &PyTuple_Type, &arguments, &outputs,
-                          &results, &workspace, &constants, &other, &steps, &held)) return NULL;
-    Table *t = PyCapsule_GetPointer(table, "table");
-    Sight s;
+/* Launches a program that `store` has read, and keeps it, if no such program is known. */
+static PyObject *launch_first(Table *t, Program *form, Sight *s) {
+    uint64_t hash = hash_of(s);
+    int forms = 0;
     Numbers x;
-    if (!look_at(t, arguments, &s)) return PyErr_Occurred() ? NULL : PyLong_FromLong(STORED);
-    uint64_t hash = hash_of(&s);
-    Program *p = new_program(&s, hash);
-    if (!p) return NULL;
-    p->inputs = s.tensors, p->workspace = workspace, p->other_stream = (void *)(intptr_t)other;
-    if (read_program(p, outputs, results, constants, steps, s.tensor[s.first].device.id)) {
-        drop_program(p);
-        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
-    }
-    Py_INCREF(held);
-    p->held = held;
-    int forms = 0, outcome = STORED;
-    Program *known = program_of(t, &s, hash), *form = known ? NULL : form_of(t, &s, &forms, &x);
-    if (form) known = fill(form, &s, hash, &x);
-    if (form || known) {
-        outcome = known && !known->value && same_program(known, p) ? STORED : DIFFERS;
-        if (form && known) drop_program(known);
-        drop_program(p);
-    } else insert(t, p);
-    return PyErr_Occurred() ? NULL : PyLong_FromLong(outcome);
+    Program *p = numbers_of(form, s->tokens, &x) ? fill(form, s, hash, &x) : NULL;
+    if (!p) { drop_program(form); return PyErr_Occurred() ? NULL : PyLong_FromLong(FAILS); }
+    Program *known = program_of(t, s, hash), *of = known ? NULL : form_of(t, s, &forms, &x);
+    Program *other = of ? fill(of, s, hash, &x) : known;
+    int differs = (of || known) && (!other || other->value || !same_program(other, p));
+    int opens = !known && may_open(t, s), is_kept = !known && !of && !opens;
+    if (of && other) drop_program(other);
+    if (opens) put(t, form, s); else drop_program(form);
+    if (is_kept) insert(t, p);
+    PyObject *results = differs ? PyLong_FromLong(DIFFERS)
+                      : forked ? PyLong_FromLong(NOT_LAUNCHED) : replay(p, s);
+    if (!is_kept) drop_program(p);
+    return results;
 }
 
-/* open_form(table, arguments, outputs, results, constants, other stream, steps, held, code, tables)
+/* store(table, arguments, outputs, results, constants, other stream, steps, written, held, code,
+         tables)
 
-   Stores a program with T open. Its steps have neither offsets nor arguments, and its outputs no
-   sizes: code computes them. Returns whether it makes the program of these arguments. */
-static PyObject *open_form(PyObject *self, PyObject *args) {
+   Launches a program, and keeps it. outputs: empty tensors of their dtypes and numbers of axes;
+   results: the place of each among outputs, or -1; written: bits of inputs. Bases of addresses
+   count the arguments' tensors, outputs, workspace, constants. Code computes sizes, offsets and
+   numbers of launches from T. Returns the results, or an Outcome. With a program that is known
+   already, the new one is compared. */
+static PyObject *store(PyObject *self, PyObject *args) {
     PyObject *table, *arguments, *outputs, *results, *constants, *steps, *held, *code, *tables;
     long long other;
-    if (!PyArg_ParseTuple(args, "OO!OOOLOOSO", &table, &PyTuple_Type, &arguments, &outputs,
-                          &results, &constants, &other, &steps, &held, &code, &tables)) return NULL;
+    unsigned long long written;
+    if (!PyArg_ParseTuple(args, "OO!OOOLOKOSO", &table, &PyTuple_Type, &arguments, &outputs,
+                          &results, &constants, &other, &steps, &written, &held, &code, &tables))
+        return NULL;
     Table *t = PyCapsule_GetPointer(table, "table");
     Sight s;
-    Numbers x;
-    if (!look_at(t, arguments, &s)) return PyErr_Occurred() ? NULL : PyBool_FromLong(1);
-    uint64_t hash = hash_of(&s);
-    Program *p = new_program(&s, hash), *made = NULL;
+    if (!look_at(t, arguments, &s)) return PyErr_Occurred() ? NULL : PyLong_FromLong(NOT_LAUNCHED);
+    Program *p = new_program(&s, 0);
     if (!p) return NULL;
-    p->inputs = s.tensors, p->other_stream = (void *)(intptr_t)other;
+    p->inputs = s.tensors, p->other_stream = (void *)(intptr_t)other, p->written = written;
     if (read_program(p, outputs, results, constants, steps, s.tensor[s.first].device.id)) {
         drop_program(p);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     }
-    Py_INCREF(held), Py_INCREF(code), Py_INCREF(tables);
-    p->held = held, p->code = code, p->tables = tables;
-    if (numbers_of(p, s.tokens, &x)) made = fill(p, &s, hash, &x);
-    int works = made != NULL;
-    p->code = p->tables = NULL; /* `put` takes them */
-    if (works) drop_program(made), put(t, p, &s, code, tables);
-    else drop_program(p);
-    Py_DECREF(code), Py_DECREF(tables);
-    return PyErr_Occurred() ? NULL : PyBool_FromLong(works);
+    Py_INCREF(p->held = held), Py_INCREF(p->code = code), Py_INCREF(p->tables = tables);
+    return launch_first(t, p, &s);
 }
 
 /* keep(table, arguments, value, code or None, tables): later calls that look like this one find the
@@ -215,24 +188,15 @@ static PyObject *keep(PyObject *self, PyObject *args) {
     Sight s;
     if (look_at(t, arguments, &s)) {
         uint64_t hash = hash_of(&s);
-        Program *p = code == Py_None && program_of(t, &s, hash) ? NULL : new_program(&s, hash);
+        int has_code = code != Py_None && PyBytes_Size(code), opens = code != Py_None && may_open(t, &s);
+        int is_kept = opens || ((code == Py_None || has_code) && !program_of(t, &s, hash));
+        Program *p = is_kept ? new_program(&s, hash) : NULL;
         if (p) {
-            Py_INCREF(value);
-            p->value = value;
-            put(t, p, &s, code, tables);
+            Py_INCREF(p->value = value);
+            if (opens && has_code) Py_INCREF(p->code = code), Py_INCREF(p->tables = tables);
+            if (opens) put(t, p, &s); else insert(t, p);
         }
     }
     if (PyErr_Occurred()) return NULL;
     Py_RETURN_NONE;
-}
-
-/* may_open(table, arguments): whether such calls may get another form */
-static PyObject *may_open(PyObject *self, PyObject *args) {
-    PyObject *table, *arguments;
-    if (!PyArg_ParseTuple(args, "OO!", &table, &PyTuple_Type, &arguments)) return NULL;
-    Table *t = PyCapsule_GetPointer(table, "table");
-    Sight s;
-    Numbers x;
-    int forms = 0, may = look_at(t, arguments, &s) && s.num_open && !form_of(t, &s, &forms, &x);
-    return PyErr_Occurred() ? NULL : PyBool_FromLong(may && forms < FORMS);
 }

@@ -1,13 +1,7 @@
-"""Which ATen operators a program repeats as fills and copies, and with which numbers."""
+"""Which fills and copies a program repeats, and with which numbers."""
 
 import torch
 from torch import Tensor
-
-# Operators that fill and that copy, and the place of the value or the source in their arguments
-FILLS = {"zero_": 0, "zeros": 0, "new_zeros": 0, "zeros_like": 0}
-FILLS |= {"fill_": 1, "full": 1, "new_full": 2, "full_like": 1}
-# In inference mode a recorder sees `to` and `contiguous`, elsewhere what they are made of
-COPIES = {"copy_": 1, "clone": 0, "_to_copy": 0, "to": 0, "contiguous": 0}
 
 LEAST_ROW = 64  # bytes; copies of shorter rows are left to torch
 MOST_PITCH = (1 << 31) - 1  # CU_DEVICE_ATTRIBUTE_MAX_PITCH

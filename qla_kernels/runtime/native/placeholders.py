@@ -5,14 +5,15 @@ launch, and each computes sizes and strides as torch does; any other raises, and
 no form. trace.py makes placeholders.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from math import prod
 from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
-from qla_kernels.runtime.native.memory import can_copy
+from qla_kernels.runtime.native.memory import can_copy, word
 from qla_kernels.runtime.native.recording import COPY, FILL, NotRecordable, Place
 
 Size: TypeAlias = Any  # a whole number, or a Number of symbols.py
@@ -102,6 +103,9 @@ class Placeholder:
     def __len__(self) -> int:
         return int(self.shape[0])
 
+    def __iter__(self) -> Iterator["Placeholder"]:
+        return (self[i] for i in range(len(self)))
+
     def is_floating_point(self) -> bool:
         return self.dtype.is_floating_point
 
@@ -119,7 +123,7 @@ class Placeholder:
         return bool(self._offset == room._offset and size == of_room)
 
     def bytes_into(self) -> Any:
-        """Returns how far it begins behind the tensor of its place, as recorder.py says."""
+        """Returns how far it begins behind the tensor of its place, as programs.c adds it."""
         return self._offset * self.element_size() if self.numel() else 0
 
     # ---- views ----
@@ -134,7 +138,7 @@ class Placeholder:
 
     def view(self, *shape: Any) -> "Placeholder":
         if isinstance(shape[0], torch.dtype):
-            return self._bytes(shape[0])
+            return self._as(shape[0])
         sizes = list(shape[0] if isinstance(shape[0], tuple | list | torch.Size) else shape)
         if -1 in [n for n in sizes if isinstance(n, int)]:
             known = prod(n for n in sizes if not (isinstance(n, int) and n == -1))
@@ -144,24 +148,34 @@ class Placeholder:
         return self._view(sizes, contiguous(sizes), self._offset)
 
     def _regrouped(self, sizes: list[Size]) -> "Placeholder":
-        """Returns a view of strided memory, in which the leading axes become one."""
-        merged = self.dim() - len(sizes) + 1
-        if merged < 1 or list(self.shape[merged:]) != sizes[1:]:
+        """Returns a view of strided memory: each run of axes without gaps has axes of its own."""
+        axis, strides = len(sizes), list[Size]()
+        numbers, viewed, step = 1, 1, self._strides[-1]
+        for i in range(self.dim() - 1, -1, -1):
+            numbers = numbers * self.shape[i]
+            if i and (self.shape[i - 1] == 1 or self._strides[i - 1] == numbers * step):
+                continue
+            while axis and (viewed < numbers or sizes[axis - 1] == 1):
+                axis -= 1
+                strides.insert(0, viewed * step)
+                viewed = viewed * sizes[axis]
+            if viewed != numbers:
+                raise NotRecordable(f"a view as {sizes}")
+            numbers, viewed, step = 1, 1, self._strides[i - 1]
+        if axis:
             raise NotRecordable(f"a view as {sizes}")
-        for i in range(merged - 1):
-            if self.shape[i] != 1 and self._strides[i] != self.shape[i + 1] * self._strides[i + 1]:
-                raise NotRecordable("a view of what does not flatten")
-        return self._view(sizes, self._strides[merged - 1 :], self._offset)
+        return self._view(sizes, strides, self._offset)
 
-    def _bytes(self, dtype: torch.dtype) -> "Placeholder":
-        if dtype.itemsize != 1 or self._strides[-1] != 1:
+    def _as(self, dtype: torch.dtype) -> "Placeholder":
+        """Returns a view of the same memory in numbers of another size."""
+        old, new = self.element_size(), dtype.itemsize
+        if not self.shape or self._strides[-1] != 1:
             raise NotRecordable(f"a view as {dtype}")
-        size = self.element_size()
-        shape, strides = (
-            (*self.shape[:-1], self.shape[-1] * size),
-            [n * size for n in self._strides],
-        )
-        return self._view(shape, (*strides[:-1], 1), self._offset * size, dtype)
+        *outer, last = (n * old for n in (self._offset, *self._strides[:-1], self.shape[-1]))
+        if any(n % new for n in (*outer, last)):
+            raise NotRecordable(f"a view as {dtype}")
+        offset, *strides = (n // new for n in outer)
+        return self._view((*self.shape[:-1], last // new), (*strides, 1), offset, dtype)
 
     def unflatten(self, axis: int, sizes: Sequence[Size]) -> "Placeholder":
         axis %= self.dim()
@@ -174,6 +188,49 @@ class Placeholder:
             self._offset,
         )
 
+    def flatten(self, start: int = 0, end: int = -1) -> "Placeholder":
+        a, b = start % self.dim(), end % self.dim() + 1
+        return self.view((*self.shape[:a], prod(self.shape[a:b]), *self.shape[b:]))
+
+    def unsqueeze(self, axis: int) -> "Placeholder":
+        axis %= self.dim() + 1
+        step = self.shape[axis] * self._strides[axis] if axis < self.dim() else 1
+        shape, strides = list(self.shape), list(self._strides)
+        shape.insert(axis, 1)
+        strides.insert(axis, step)
+        return self._view(shape, strides, self._offset)
+
+    def squeeze(self, axis: int) -> "Placeholder":
+        axis %= self.dim()
+        if self.shape[axis] != 1:
+            return self
+        shape, strides = list(self.shape), list(self._strides)
+        del shape[axis], strides[axis]
+        return self._view(shape, strides, self._offset)
+
+    def expand(self, *shape: Any) -> "Placeholder":
+        sizes = list(shape[0] if isinstance(shape[0], tuple | list | torch.Size) else shape)
+        new = len(sizes) - self.dim()
+        strides: list[Size] = [0] * new
+        for i, (n, stride) in enumerate(zip(self.shape, self._strides, strict=True), new):
+            sizes[i] = n if isinstance(sizes[i], int) and sizes[i] == -1 else sizes[i]
+            strides.append(stride if sizes[i] == n else 0)
+        return self._view(sizes, strides, self._offset)
+
+    def select(self, axis: int, at: Size) -> "Placeholder":
+        return self.narrow(axis, at, 1).squeeze(axis)
+
+    def narrow(self, axis: int, start: Size, length: Size) -> "Placeholder":
+        axis %= self.dim()
+        shape = (*self.shape[:axis], length, *self.shape[axis + 1 :])
+        return self._view(shape, self._strides, self._offset + start * self._strides[axis])
+
+    def split(self, sizes: Any, dim: int = 0) -> "tuple[Placeholder, ...]":
+        if isinstance(sizes, int):
+            raise NotRecordable("a split in equal parts")
+        starts = accumulate(sizes, initial=0)
+        return tuple(self.narrow(dim, a, n) for a, n in zip(starts, sizes, strict=False))
+
     @property
     def mT(self) -> "Placeholder":
         (*outer, a, b), (*steps, s, t) = self.shape, self._strides
@@ -181,11 +238,19 @@ class Placeholder:
 
     def __getitem__(self, index: Any) -> "Placeholder":
         index = index if isinstance(index, tuple) else (index,)
+        rest = next((i for i, x in enumerate(index) if x is Ellipsis), None)
+        if rest is not None:
+            named = sum(x is not None for x in index) - 1
+            every = (slice(None),) * (self.dim() - named)
+            index = (*index[:rest], *every, *index[rest + 1 :])
+        axis = next((i for i, x in enumerate(index) if x is None), None)
+        if axis is not None:
+            return self.unsqueeze(axis)[(*index[:axis], slice(None), *index[axis + 1 :])]
         shape, strides, offset = list[Size](), list[Size](), self._offset
-        for axis, (n, stride) in enumerate(zip(self.shape, self._strides, strict=True)):
-            at = index[axis] if axis < len(index) else slice(None)
-            if at is Ellipsis or at is None or isinstance(at, Placeholder):
-                raise NotRecordable(f"an index {at}")
+        for i, (n, stride) in enumerate(zip(self.shape, self._strides, strict=True)):
+            at: Any = index[i] if i < len(index) else slice(None)
+            if isinstance(at, Placeholder | Tensor):
+                raise NotRecordable("an index that is a tensor")
             if isinstance(at, slice):
                 begin, end, step = at.indices(int(n)) if at != slice(None) else (0, n, 1)
                 if step != 1:
@@ -197,6 +262,9 @@ class Placeholder:
                 offset = offset + (at if at >= 0 else n + at) * stride
         return self._view(shape, strides, offset)
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self[index].copy_(value)
+
     # ---- memory ----
 
     def new_empty(self, *shape: Any, dtype: Any = None) -> "Placeholder":
@@ -205,19 +273,34 @@ class Placeholder:
         return made
 
     def empty_like(self, dtype: Any = None, memory_format: Any = None) -> "Placeholder":
-        if memory_format is not torch.contiguous_format and not self.is_contiguous():
-            raise NotRecordable("empty_like of what is not contiguous")
-        return self.new_empty(self.shape, dtype=dtype)
+        made = self.new_empty(self.shape, dtype=dtype)
+        if memory_format is torch.contiguous_format or self.is_contiguous():
+            return made
+        axes = sorted(range(self.dim()), key=self.stride, reverse=True)
+        strides: list[Size] = [0] * self.dim()
+        for i, stride in zip(axes, contiguous([self.shape[i] for i in axes]), strict=True):
+            strides[i] = stride
+        return made.as_strided(self.shape, strides)
 
-    def zero_(self) -> "Placeholder":
-        if self.place.kind != "room" or not self.is_contiguous():
+    def fill_(self, value: float) -> "Placeholder":
+        bits = word(value, self.dtype)
+        if self.place.kind != "room" or not self.is_contiguous() or bits is None:
             raise NotRecordable("a fill of such a tensor")
         if self.numel():
-            self.trace.events.append((FILL, self.trace.stream(), self))
+            self.trace.events.append((FILL, self.trace.stream(), self, bits))
         return self
 
+    def zero_(self) -> "Placeholder":
+        return self.fill_(0)
+
     def new_zeros(self, *shape: Any, dtype: Any = None) -> "Placeholder":
-        return self.new_empty(*shape, dtype=dtype).zero_()
+        return self.new_empty(*shape, dtype=dtype).fill_(0)
+
+    def new_full(self, shape: Any, value: float, dtype: Any = None) -> "Placeholder":
+        return self.new_empty(shape, dtype=dtype).fill_(value)
+
+    def zeros_like(self, dtype: Any = None, memory_format: Any = None) -> "Placeholder":
+        return self.empty_like(dtype, memory_format).fill_(0)
 
     def copy_(self, source: Any) -> "Placeholder":
         if self.place.kind != "room" or not can_copy(source, cast(Any, self)):
@@ -234,6 +317,9 @@ class Placeholder:
 
     def float(self) -> "Placeholder":
         return self.to(torch.float32)
+
+    def clone(self, memory_format: Any = None) -> "Placeholder":
+        return self.empty_like(memory_format=memory_format).copy_(self)
 
     def contiguous(self) -> "Placeholder":
         return self if self.is_contiguous() else self.new_empty(self.shape).copy_(self)

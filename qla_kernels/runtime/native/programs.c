@@ -1,7 +1,7 @@
 /* Programs: whole calls, replayed. Included by launcher.c.
 
-   A program is what a call did on the GPU: launches, fills, copies, waits between two streams.
-   recorder.py records it from the launch code. It is found again by what the call's arguments
+   A program is what a call does on the GPU: launches, fills, copies, waits between two streams.
+   trace.py makes it by running launch code on placeholders. It is found again by what the call's arguments
    look like: sizes, strides, dtypes, alignment, flags, the numbers in tensors of the host, and
    torch's current stream. Whatever launch code decides depends on these alone. So a replay checks
    nothing again: it allocates the results and one workspace, fills in addresses, and launches. A
@@ -12,7 +12,7 @@
 
      None     run the function: this is the first such call, or an argument cannot be compared,
               or a mode of torch observes the call
-     True     run the function and record it: this is the second such call
+     True     make the program and launch it, by `store`: this is the second such call
      a tuple  the results: the program has been launched
      else     the value that `keep` stored for such calls */
 
@@ -27,13 +27,14 @@ typedef struct { /* what a call looks like */
     int words, tensors, first, gradients; /* first: tensor on the GPU, or -1 */
     int64_t word[KEY];
     DLTensor tensor[INPUTS];
+    PyObject *object[INPUTS]; /* of these tensors; borrowed */
     void *stream;
     int64_t tokens;              /* T: the size along axis 1 of the first tensor that has tokens */
     int num_open, open[2 * INPUTS]; /* words that follow from T; see `turn` */
     int64_t instead[2 * INPUTS];
 } Sight;
 typedef struct { int ndim; DLDataType dtype; int64_t shape[DIMENSIONS]; } Output; /* contiguous */
-enum { LAUNCH, WAIT, FILL, COPY }; /* recorder.py has the same */
+enum { LAUNCH, WAIT, FILL, COPY }; /* recording.py has the same */
 enum { DEVICE_MEMORY = 2 };
 typedef struct {
     int kind;
@@ -56,6 +57,7 @@ typedef struct Program {
     int inputs, outputs, results, constants, steps;
     Output output[RESULTS];
     int result[RESULTS]; /* an output, or -1 for None */
+    uint64_t written;    /* bits: inputs whose version counts the call as a write */
     int64_t workspace;
     void *constant[CONSTANTS], *other_stream;
     Step *step;
@@ -71,13 +73,13 @@ typedef struct {
 
 static struct {
     PyObject *parameter_type, *grad_enabled, *modes, *functorch, *tracing, *forward_ad;
-    PyObject *requires_grad, *current_level; /* names, interned */
+    PyObject *increment_version, *requires_grad, *current_level; /* the last two: names, interned */
 } watch;
 
-/* ---- recording: the launches of this thread ---- */
+/* ---- tracing: launches of this thread are noted and not done ---- */
 
-static __thread PyObject *recording; /* a list, or NULL */
-static __thread int noting = -1;     /* the GPU whose launches are noted and not done, or -1 */
+static __thread PyObject *noted; /* a list, or NULL */
+static __thread int noting;      /* the GPU of these launches */
 
 static int note_launch(PyObject *entry, void *stream, PyObject *const *arguments, Py_ssize_t n) {
     PyObject *given = PyTuple_New(n);
@@ -87,19 +89,18 @@ static int note_launch(PyObject *entry, void *stream, PyObject *const *arguments
     }
     long long number = (long long)(intptr_t)stream;
     PyObject *step = given ? Py_BuildValue("OLN", entry, number, given) : NULL;
-    int failed = !step || PyList_Append(recording, step);
+    int failed = !step || PyList_Append(noted, step);
     Py_XDECREF(step);
     return failed;
 }
 
-/* record(list or None, GPU): appends this thread's launches to a list, as (entry, stream,
-   arguments); launches of placeholders on a GPU are not done. GPU is -1 for tensors. */
-static PyObject *record_launches(PyObject *self, PyObject *args) {
-    PyObject *list, *old = recording;
-    int gpu;
-    if (!PyArg_ParseTuple(args, "Oi", &list, &gpu)) return NULL;
-    recording = list == Py_None ? NULL : list, noting = recording ? gpu : -1;
-    Py_XINCREF(recording);
+/* note(list or None, GPU): launches of this thread, which are those of placeholders on a GPU, are
+   not done, but appended to a list, as (entry, stream, arguments) */
+static PyObject *note_launches(PyObject *self, PyObject *args) {
+    PyObject *list, *old = noted;
+    if (!PyArg_ParseTuple(args, "Oi", &list, &noting)) return NULL;
+    noted = list == Py_None ? NULL : list;
+    Py_XINCREF(noted);
     Py_XDECREF(old);
     Py_RETURN_NONE;
 }
@@ -142,6 +143,7 @@ static void see_tokens(const DLTensor *t, Sight *s) {
 static int see_tensor(PyObject *x, Sight *s, int has_tokens) {
     if (s->tensors == INPUTS) return 0;
     DLTensor *t = &s->tensor[s->tensors];
+    s->object[s->tensors] = x;
     if (torch.api->from_python(x, t)) { PyErr_Clear(); return 0; }
     t->data = (char *)t->data + t->byte_offset;
     if (s->gradients == 0) {
@@ -149,7 +151,7 @@ static int see_tensor(PyObject *x, Sight *s, int has_tokens) {
         s->gradients = wants == Py_True;
         Py_XDECREF(wants);
     }
-    int same = 0; /* a tensor given twice is one to the recorder */
+    int same = 0; /* a tensor given twice is one to launch code */
     while (s->tensor[same].data != t->data) same++;
     int64_t about = KEY_TENSOR | t->ndim << 4 | t->dtype.code << 8 | t->dtype.bits << 16
                   | same << 24 | (int64_t)((uintptr_t)t->data % ALIGNMENT) << 32
@@ -213,7 +215,7 @@ static int is_none(PyObject *object) { /* steals */
 
 /* Whether something observes the call, or tangents may be on its way: a replay would hide it. */
 static int is_watched(void) {
-    return recording || asked_for("QLA_CHECK") || !is_number(PyObject_CallNoArgs(watch.modes), 0)
+    return noted || asked_for("QLA_CHECK") || !is_number(PyObject_CallNoArgs(watch.modes), 0)
            || !is_none(PyObject_CallNoArgs(watch.functorch))
            || !is_none(PyObject_CallNoArgs(watch.tracing))
            || !is_number(PyObject_GetAttr(watch.forward_ad, watch.current_level), -1);
@@ -382,6 +384,17 @@ static PyObject *results_of(const Program *p, PyObject *const *made) {
     return results;
 }
 
+/* Counts the call as a write to the tensors that it overwrote, as torch does. */
+static int note_writes(const Program *p, const Sight *s) {
+    for (int i = 0; i < p->inputs; i++) {
+        if (!(p->written >> i & 1)) continue;
+        PyObject *done = PyObject_CallFunctionObjArgs(watch.increment_version, s->object[i], NULL);
+        if (!done) return -1;
+        Py_DECREF(done);
+    }
+    return 0;
+}
+
 static PyObject *replay(Program *p, const Sight *s) {
     DLDevice device = s->tensor[s->first].device;
     PyObject *made[RESULTS] = {0}, *results = NULL;
@@ -401,7 +414,7 @@ static PyObject *replay(Program *p, const Sight *s) {
     }
     /* torch's allocator gives its memory to this stream alone, whose later work comes after ours */
     if (workspace) workspace->deleter(workspace);
-    if (!failed) results = results_of(p, made);
+    if (!failed && !note_writes(p, s)) results = results_of(p, made);
     for (i = 0; i < p->outputs; i++) Py_XDECREF(made[i]);
     return results;
 }
@@ -480,11 +493,12 @@ static PyObject *num_replays(PyObject *self, PyObject *table) {
     return t ? PyLong_FromLongLong(t->replays) : NULL;
 }
 
-/* watch_with(Parameter, is_grad_enabled, modes, functorch, tracing, forward_ad): how to ask torch
-   whether a call is observed; see operators.py */
+/* watch_with(Parameter, is_grad_enabled, modes, functorch, tracing, forward_ad, increment_version):
+   how to ask torch whether a call is observed, see operators.py, and how to tell it of a write */
 static PyObject *watch_with(PyObject *self, PyObject *args) {
-    if (!PyArg_ParseTuple(args, "OOOOOO", &watch.parameter_type, &watch.grad_enabled,
-                          &watch.modes, &watch.functorch, &watch.tracing, &watch.forward_ad))
+    if (!PyArg_ParseTuple(args, "OOOOOOO", &watch.parameter_type, &watch.grad_enabled,
+                          &watch.modes, &watch.functorch, &watch.tracing, &watch.forward_ad,
+                          &watch.increment_version))
         return NULL;
     Py_INCREF(args); /* for the life of the process */
     watch.requires_grad = PyUnicode_InternFromString("requires_grad");

@@ -1,13 +1,13 @@
-"""What launch code tells while its call is recorded, and what a recording becomes.
+"""What launch code tells while it is traced, and what that becomes: a program.
 
-A Trace (trace.py) runs launch code on placeholders, and returns a form, a program for any number of
-tokens. Calls that have no form are recorded: a Recorder (recorder.py) watches one.
+A Trace (trace.py) runs launch code on placeholders, and returns a program for any number of tokens.
 """
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 LAUNCH, WAIT, FILL, COPY = range(4)  # steps; programs.c has the same
@@ -19,78 +19,82 @@ Made = TypeVar("Made", Tensor, tuple[Tensor, ...])
 
 
 class NotRecordable(Exception):
-    """The call did something that a program cannot repeat."""
+    """The call does something that a program cannot repeat."""
 
 
 class Place(NamedTuple):
     """Memory that a tensor lies in."""
 
-    kind: str  # input, room, constant, or host
+    kind: str  # input, room or constant
     number: int
 
 
 class Program(NamedTuple):
-    """The arguments of `store` of programs.c, from the third on: a program for one T."""
-
-    outputs: tuple[Tensor, ...]
-    results: tuple[int, ...]
-    workspace: int
-    constants: tuple[Tensor, ...]
-    other_stream: int
-    steps: tuple[tuple[Any, ...], ...]
-    held: object
-
-
-class Form(NamedTuple):
-    """The arguments of `open_form` of programs.c, from the third on: a program with T open."""
+    """The arguments of `store` of programs.c, from the third on."""
 
     outputs: tuple[Tensor, ...]  # of their dtypes and numbers of axes
     results: tuple[int, ...]
     constants: tuple[Tensor, ...]
     other_stream: int
     steps: tuple[tuple[Any, ...], ...]
+    written: int  # bits: inputs that the call overwrites
     held: object
     code: bytes
     tables: tuple[Any, ...]
 
 
-class Recording(Protocol):
-    """A Recorder, or a Trace."""
+class Tracing(Protocol):
+    """A Trace."""
 
     events: list[tuple[Any, ...]]
     held: list[Any]
 
     def keep(self, x: Tensor) -> Tensor: ...
 
+    def overwrite(self, x: Tensor) -> None: ...
+
     def refuse(self, problem: str) -> None: ...
 
 
-def active() -> Recording | None:
-    """Returns the recorder of this thread, if a call is being recorded."""
-    return getattr(_thread, "recorder", None)
+def active() -> Tracing | None:
+    """Returns the trace of this thread, if launch code is being traced."""
+    return getattr(_thread, "trace", None)
 
 
-def activate(recording: Recording | None) -> None:
-    """Makes `recording` this thread's recorder, or none."""
-    _thread.recorder = recording
+def activate(trace: Tracing | None) -> None:
+    """Makes `trace` this thread's trace, or none."""
+    _thread.trace = trace
 
 
 def note_wait(stream: Any, other: Any) -> None:
-    """Tells the recorder, if any, that `stream` now waits for `other`."""
-    if (recorder := active()) is not None:
-        recorder.events.append((WAIT, stream.cuda_stream, other.cuda_stream))
-        recorder.held.append((stream, other))
+    """Tells the trace that `stream` now waits for `other`."""
+    if (trace := active()) is not None:
+        trace.events.append((WAIT, stream.cuda_stream, other.cuda_stream))
+        trace.held.append((stream, other))
 
 
 def noting(kernel: str, launch: Callable[..., None]) -> Callable[..., None]:
-    """Returns `launch`, TileLang's of a kernel, which a program cannot repeat; tells recorders."""
+    """Returns `launch`, TileLang's of a kernel, which a program cannot repeat; tells traces."""
 
     def run(*arguments: Any) -> None:
-        if (recorder := active()) is not None:
-            recorder.refuse(f"{kernel} is not prebuilt")
+        if (trace := active()) is not None:
+            trace.refuse(f"{kernel} is not prebuilt")
         launch(*arguments)
 
     return run
+
+
+def overwritten(*tensors: Tensor | None) -> None:
+    """Counts a write to each of these arguments of the call, as torch does for its operators.
+
+    Autograd then refuses a backward that has saved an earlier version of the tensor.
+    """
+    trace = active()
+    for x in tensors:
+        if x is not None and trace is not None:
+            trace.overwrite(x)
+        elif x is not None:
+            torch.autograd.graph.increment_version(x)
 
 
 def numbered(here: int, events: Iterable[tuple[Any, ...]]) -> dict[int, int]:
@@ -105,12 +109,12 @@ def numbered(here: int, events: Iterable[tuple[Any, ...]]) -> dict[int, int]:
 
 
 def constant(tensors: Made) -> Made:
-    """Tells the recorder, if any, that these tensors never change; returns what stands for them."""
-    if (recorder := active()) is None:
+    """Tells the trace that these tensors never change; returns what stands for them."""
+    if (trace := active()) is None:
         return tensors
     if isinstance(tensors, Tensor):
-        return recorder.keep(tensors)
-    kept = map(recorder.keep, tensors)
+        return trace.keep(tensors)
+    kept = map(trace.keep, tensors)
     return type(tensors)(*kept) if hasattr(tensors, "_fields") else tuple(kept)
 
 

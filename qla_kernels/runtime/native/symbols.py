@@ -14,6 +14,7 @@ import operator
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, TypeVar
 
 TOKENS, CONSTANT, ADD, SUB, MUL, FLOORDIV, MOD, LOOKUP = range(8)  # forms.c has the same
@@ -215,6 +216,7 @@ def decided(function: Callable[..., R], *arguments: Any) -> R:
     alone = len({n.node for n in found}) == 1
     n = found[0] if alone else found[0].numbers.tokens
 
+    @lru_cache(maxsize=1)  # the tables below ask for a new value one after the other
     def at(value: int) -> Any:
         def of(x: Number) -> int:
             return value if alone else x.numbers.value_at(x.node, value)

@@ -1,11 +1,11 @@
-"""Runs launch code on placeholders, and returns its call as a form: a program in which T is open.
+"""Runs launch code on placeholders, and returns its call as a program, in which T may be open.
 
 The launcher notes the launches of placeholders and does none of them. Every number of the call,
 such as a size, an offset or an argument, leads back to a node of a program that computes it from T
 (symbols.py). forms.c evaluates these for a call with another T.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from struct import pack, unpack
 from typing import Any
 
@@ -20,9 +20,9 @@ from qla_kernels.runtime.native.recording import (
     FILL,
     LAUNCH,
     WAIT,
-    Form,
     NotRecordable,
     Place,
+    Program,
     activate,
     numbered,
     tensors_in,
@@ -31,19 +31,27 @@ from qla_kernels.runtime.native.symbols import Number, Numbers, followed
 
 
 class Trace:
-    """What a call did with placeholders, in the terms of recorder.Recorder."""
+    """What a call does with placeholders.
+
+    Attributes:
+        events: in order, launches as (entry, stream, arguments), which the launcher appends, waits
+            as (WAIT, stream, other), fills as (FILL, stream, tensor, value), and copies as
+            (COPY, stream, destination, source).
+        held: what has to live as long as the program.
+    """
 
     def __init__(self, native: Any, arguments: Sequence[object], tokens: Sequence[int]) -> None:
-        self.native, self.arguments = native, arguments
+        self.native = native
         self.events: list[tuple[Any, ...]] = []
         self.held: list[Any] = []
         self.rooms: list[Placeholder] = []
         self.constants: list[Tensor] = []
         self.inputs = list(tensors_in(arguments))
-        first = arguments[tokens[0]]
-        assert isinstance(first, Tensor)
-        self.gpu, self.numbers = first.get_device(), Numbers(first.shape[1])
-        open_ones = {id(arguments[i]) for i in tokens}
+        self.written = 0
+        self.gpu = next((x.get_device() for x in self.inputs if x.is_cuda), -1)
+        with_tokens = [x for i in tokens if isinstance(x := arguments[i], Tensor) and x.dim() > 1]
+        self.numbers = Numbers(with_tokens[0].shape[1] if with_tokens else 0)
+        open_ones = set(map(id, with_tokens))
         self._known: dict[int, Any] = {}
         for i, x in enumerate(self.inputs):
             if id(x) not in self._known:
@@ -55,7 +63,7 @@ class Trace:
             return x
         shape, strides = list[Size](x.shape), list[Size](x.stride())
         tokens: Any = self.numbers.tokens
-        if is_open and x.dim() > 1 and shape[1] == tokens.value:  # as `see_tokens` of programs.c
+        if is_open and shape[1] == tokens.value:  # as `see_tokens` of programs.c
             if strides[0] == tokens.value * x.stride(1):
                 strides[0] = tokens * x.stride(1)
             shape[1] = tokens
@@ -68,16 +76,14 @@ class Trace:
         """Returns whether launch code may read the tensor's numbers."""
         return x.is_cpu and not x.is_floating_point()
 
-    def given(self, values: Iterable[Any]) -> list[Any]:
-        """Returns the call's arguments, with placeholders for tensors."""
-        return [
-            type(x)(self.given(x))
-            if isinstance(x, list | tuple)
-            else self._known[id(x)]
-            if isinstance(x, Tensor)
-            else x
-            for x in values
-        ]
+    def given(self, x: Any) -> Any:
+        """Returns x with placeholders for tensors, also for those in lists and tuples."""
+        if isinstance(x, Tensor):
+            return self._known.get(id(x), x)
+        if not isinstance(x, list | tuple):
+            return x
+        parts = map(self.given, x)
+        return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
 
     def keep(self, x: Tensor) -> Any:
         """Returns the placeholder of a tensor that never changes."""
@@ -88,6 +94,13 @@ class Trace:
             made = Placeholder(self, place, *of, begin=begin)
             self._known[id(x)] = made
         return self._known[id(x)]
+
+    def overwrite(self, x: Any) -> None:
+        """Notes that the call overwrites x, which is one of its arguments, or a room."""
+        if type(x) is not Placeholder or x.place.kind == "constant":
+            raise NotRecordable("a write to a tensor of unknown origin")
+        if x.place.kind == "input":
+            self.written |= 1 << x.place.number
 
     def refuse(self, problem: str) -> None:
         raise NotRecordable(problem)
@@ -101,23 +114,31 @@ class Trace:
         """Returns torch's current stream, as the launcher notes it with each launch."""
         return int(torch._C._cuda_getCurrentRawStream(self.gpu)) if self.gpu >= 0 else 0
 
-    def form(self, run: Callable[[list[Any]], Sequence[Any]]) -> Form:
-        """Calls `run` with the placeholders; returns its form. Raises NotRecordable if it has none.
+    def program(self, call: Callable[..., Sequence[Any]], *given: Any) -> Program:
+        """Runs call(*given) on placeholders; returns the call's program.
 
-        Numbers of the code are in the order in which forms.c reads them.
+        Raises NotRecordable if it has none. The trace is used up: placeholders refer to it, and
+        the tensors that it refers to should not wait for the garbage collector.
         """
+        try:
+            return self._program(call, *given)
+        finally:
+            self.__dict__.clear()
+
+    def _program(self, call: Callable[..., Sequence[Any]], *given: Any) -> Program:
+        """Numbers of the code are in the order in which forms.c reads them."""
         here = self.stream()
         try:
             activate(self)
-            self.native.record(self.events, max(0, self.gpu))
+            self.native.note(self.events, max(0, self.gpu))
             with followed(self.numbers):
-                results = run(self.given(self.arguments))
+                results = call(*map(self.given, given))
         except NotRecordable:
             raise
         except Exception as error:  # of whatever else is done with a tensor
             raise NotRecordable(f"{type(error).__name__}: {error}") from error
         finally:
-            self.native.record(None, -1)
+            self.native.note(None, 0)
             activate(None)
         outputs = self._outputs(results)
         size, bases = self._bases(outputs)
@@ -132,12 +153,13 @@ class Trace:
         code = [len(self.numbers.nodes), *nodes, *places]
         alike = (torch.empty((0,) * x.dim(), dtype=x.dtype, device="cpu") for x in outputs)
         count = iter(range(len(outputs)))
-        return Form(
+        return Program(
             tuple(alike),
             tuple(-1 if x is None else next(count) for x in results),
             tuple(self.constants),
             next((stream for stream, number in streams.items() if number == 1), 0),
             tuple(steps),
+            self.written,
             (*self.constants, *self.held, *(event[0] for event in self.events)),
             pack(f"{len(code)}q", *code),
             tuple(self.numbers.tables),
@@ -156,7 +178,7 @@ class Trace:
         return outputs
 
     def _bases(self, outputs: list[Placeholder]) -> tuple[Size, dict[Place, tuple[int, Size]]]:
-        """Returns the size of the workspace, and base and offset of each place, as a Recorder."""
+        """Returns the size of the workspace, and base and offset of each place."""
         bases: dict[Place, tuple[int, Size]]
         bases = {Place("input", i): (i, 0) for i in range(len(self.inputs))}
         bases |= {x.place: (len(self.inputs) + i, 0) for i, x in enumerate(outputs)}
@@ -175,24 +197,23 @@ class Trace:
         streams: dict[int, int],
         bases: dict[Place, tuple[int, Size]],
     ) -> tuple[tuple[Any, ...], list[Size]]:
-        """Returns a step as `open_form` of programs.c takes it, and the step's numbers."""
+        """Returns a step as `store` of programs.c takes it, and the step's numbers."""
         kind, stream, *others = event
         on = streams[stream]
         if kind == WAIT:
-            return (WAIT, on, (), (), (streams[others[0]],)), []
+            return (WAIT, on, (), streams[others[0]]), []
         given = {FILL: others[:1], COPY: others}.get(kind, others[0])
         tensors: list[Any] = [x for x in given if type(x) is Placeholder]
         at = tuple(bases[x.place][0] for x in tensors)
         found = [bases[x.place][1] + x.bytes_into() for x in tensors]
-        unknown = (0,) * len(at)
-        if kind == FILL:  # by zeros
+        if kind == FILL:
             found.append(tensors[0].numel() * tensors[0].element_size())
-            return (FILL, on, at, unknown, (0, 0)), found
+            return (FILL, on, at, others[1]), found
         if kind == COPY:
-            return (COPY, on, at, unknown, (0, 0, 0, 0)), [*found, *copy_of(*tensors)]
+            return (COPY, on, at, None), [*found, *copy_of(*tensors)]
         found += [n for x in tensors for n in (*x.shape, *x.stride())]
         found += [n for x in given if type(x) is not Placeholder for n in scalar(x)]
-        return (LAUNCH, on, at, unknown, (kind, None)), found
+        return (LAUNCH, on, at, kind), found
 
 
 def scalar(x: Any) -> tuple[Size, int]:
