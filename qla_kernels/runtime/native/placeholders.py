@@ -60,6 +60,7 @@ class Placeholder:
         self.trace, self.place, self.dtype, self.device = trace, place, dtype, device
         self._begin, self.requires_grad = begin, requires_grad
         self.shape, self._strides, self._offset = tuple(shape), tuple(strides), offset
+        self._numel: Size = None
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -95,7 +96,9 @@ class Placeholder:
         return len(self.shape)
 
     def numel(self) -> Any:
-        return prod(self.shape)
+        if self._numel is None:
+            self._numel = prod(self.shape)
+        return self._numel
 
     def element_size(self) -> int:
         return self.dtype.itemsize

@@ -14,7 +14,7 @@ import operator
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, TypeVar
 
 TOKENS, CONSTANT, ADD, SUB, MUL, FLOORDIV, MOD, LOOKUP = range(8)  # forms.c has the same
@@ -26,6 +26,7 @@ _COMPUTE: dict[int, Callable[[int, int], int]] = {
     FLOORDIV: operator.floordiv,
     MOD: operator.mod,
 }
+_NEUTRAL = {ADD: 0, SUB: 0, MUL: 1, FLOORDIV: 1}  # as the second operand
 
 R = TypeVar("R")
 _thread = threading.local()
@@ -74,7 +75,12 @@ class Numbers:
         return self._node(CONSTANT, int(x), 0, int(x)).node
 
     def computed(self, operation: int, a: Any, b: Any) -> Any:
-        if not (isinstance(a, int | Number) and isinstance(b, int | Number)):
+        if type(b) is int:
+            if b == _NEUTRAL.get(operation):
+                return a
+        elif type(a) is int and operation in (ADD, MUL) and a == _NEUTRAL[operation]:
+            return b
+        if not (isinstance(a, _WHOLE) and isinstance(b, _WHOLE)):
             return NotImplemented
         i, j = self.place(a), self.place(b)
         if operation in (FLOORDIV, MOD):
@@ -140,11 +146,7 @@ class Number:
             return holds(0, 0)
         difference = self - other
         sign = (difference.value > 0) - (difference.value < 0)
-        same = [s for s in (-1, 0, 1) if holds(s, 0) == holds(sign, 0)]
-        if same == [-1, 1]:  # no bounds leave out the 0 between
-            same = [sign]
-        least, most = (LEAST, 0, 1)[same[0] + 1], (-1, 0, MOST)[same[-1] + 1]
-        self.numbers.bound(difference.node, least, most)
+        self.numbers.bound(difference.node, *_bounds(holds, sign))
         return holds(sign, 0)
 
     def __eq__(self, other: object) -> bool:
@@ -190,6 +192,18 @@ class Number:
         return self.numbers.computed(MOD, self, other)
 
     __radd__, __rmul__ = __add__, __mul__
+
+
+_WHOLE = int, Number
+
+
+@cache
+def _bounds(holds: Callable[[Any, Any], bool], sign: int) -> tuple[int, int]:
+    """Returns the bounds of a difference of this sign in which its comparison with 0 stays."""
+    same = [s for s in (-1, 0, 1) if holds(s, 0) == holds(sign, 0)]
+    if same == [-1, 1]:  # no bounds leave out the 0 between
+        same = [sign]
+    return (LEAST, 0, 1)[same[0] + 1], (-1, 0, MOST)[same[-1] + 1]
 
 
 @contextmanager
