@@ -1,5 +1,7 @@
 """The function `prefill_causal_conv1d`: prompts that go on from a pool of last tokens."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -67,7 +69,6 @@ def prefill_causal_conv1d(
     )  # fmt: skip
     lookup = None if torch.compiler.is_compiling() else PREFILLS.find(*arguments)
     if type(lookup) is tuple:
-        torch.autograd.graph.increment_version(conv_state)
         found: Tensor = lookup[0]
         return found
     kept = checkpoint_offsets, checkpoint_indices
@@ -83,9 +84,12 @@ def prefill_causal_conv1d(
     if are_read(cu_seqlens):
         check_bounds(PREFILL_OP, len(x), cu_seqlens)
     starts = state_indices if start_indices is None else start_indices
+    given = (
+        x, conv_state, weight, bias, cu_seqlens, starts, state_indices, *kept, null_slot,
+        activation is not None, *norm,
+    )  # fmt: skip
+    return (PREFILLS.record(arguments, _run, *given) if lookup is RECORD else _run(*given))[0]
 
-    def run() -> tuple[Tensor, ...]:
-        slots, silu = (cu_seqlens, starts, state_indices, *kept), activation is not None
-        return (conv_prefill(x, conv_state, weight, bias, *slots, null_slot, silu, *norm),)
 
-    return (PREFILLS.record(arguments, run) if lookup is RECORD else run())[0]
+def _run(*given: Any) -> tuple[Tensor]:
+    return (conv_prefill(*given),)

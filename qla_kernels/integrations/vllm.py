@@ -23,7 +23,7 @@ from qla_kernels.gdn import (
 )
 from qla_kernels.hybrid.step import decode_gated_delta_net
 from qla_kernels.integrations.engines import log, refused_layer, say_ran, unknown_version
-from qla_kernels.norm.ops import normalise_into
+from qla_kernels.norm.ops import gated_norm_into
 from qla_kernels.runtime.arguments import switched_on
 from qla_kernels.runtime.errors import Unsupported
 from qla_kernels.tile.constants import CHUNK
@@ -130,7 +130,8 @@ def layer_on(engine: Any) -> type:
                 return
             _run(engine, self, batch, rows, b, a, out)
             silu = self.norm.activation == "silu"
-            normalise_into(out, gate, self.norm.weight, self.layer_norm_epsilon, silu, out)
+            norm = self.norm.weight, self.layer_norm_epsilon, silu
+            gated_norm_into.replayed(out, gate, *norm, out)
 
         def _forward_core(
             self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor

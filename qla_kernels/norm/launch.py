@@ -20,6 +20,7 @@ from qla_kernels.norm.ops import NormBackward
 from qla_kernels.norm.shapes import PIECE
 from qla_kernels.norm.validate import OP, flattens
 from qla_kernels.runtime import device, jit
+from qla_kernels.runtime.native.recording import overwritten
 from qla_kernels.runtime.sm90 import FLOATS, dtype_name, low_words, readable, require_aligned
 
 
@@ -39,7 +40,7 @@ def gated_norm_into(
 ) -> None:
     """Writes y, contiguous, which may be x: a thread has read its numbers before it writes them."""
     _forward(x, gate, weight, [], eps, silu, y)
-    torch.autograd.graph.increment_version(y)  # the dispatcher does so, but may be bypassed
+    overwritten(y)  # the dispatcher says so, but may be bypassed
 
 
 def _forward(

@@ -12,10 +12,8 @@ from torch import Tensor
 
 from qla_kernels.runtime.cpu import reference
 from qla_kernels.runtime.op import Overwritten, op
-from qla_kernels.runtime.programs import RECORD, Programs
 
 LAUNCHES = "qla_kernels.norm.launch"
-_INTO = Programs("gated_norm_into")
 
 
 class NormBackward(NamedTuple):
@@ -43,26 +41,6 @@ def gated_norm_into(
 ) -> None:
     """Writes y, contiguous, which may be x."""
     y.copy_(reference().norm.gated_rms_norm(x, gate, weight, eps, not silu))
-
-
-@torch.no_grad()
-def normalise_into(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float, silu: bool, y: Tensor
-) -> None:
-    """Runs gated_norm_into, replayed if possible; not differentiable."""
-    arguments = x, gate, weight, eps, silu, y
-
-    def run() -> tuple[Tensor, ...]:
-        gated_norm_into(*arguments)
-        return ()
-
-    lookup = None if torch.compiler.is_compiling() else _INTO.find(*arguments)
-    if type(lookup) is tuple:
-        torch.autograd.graph.increment_version(y)
-    elif lookup is RECORD:
-        _INTO.record(arguments, run)
-    else:
-        run()
 
 
 @op(LAUNCHES)

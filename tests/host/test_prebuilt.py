@@ -563,16 +563,23 @@ def test_the_command(few: Path) -> None:
     if manifest["tilelang"] == digests.lowered_by():
         assert manifest["kernels"][label]["digest"] == digests.recorded()[label]
     assert cubin.startswith(b"\x7fELF")
-    assert build.main(["norm.weight_sums", "dualkv.dq_cast", "--out", str(path.parent)]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("3 kernels in ")
-    assert said.endswith(", 1 of them built now\n")
-    assert build.main(["dualkv.dq_cast", "--out", str(path.parent)]) == 0  # others stay
-    assert capsys.readouterr().out.endswith(", 0 of them built now\n")
-    assert prebuilt.opened(path).has("norm.weight_sums-fp32")
     assert b"debug_line" not in cubin
     assert manifest["nvcc"] == jit.nvcc_version()
     assert (few / prebuilt.LAUNCHER).exists()
+
+
+def test_kernels_of_a_file_stay(few: Path, tmp_path: Path) -> None:
+    place = Path(shutil.copytree(few, tmp_path / "more"))
+    (path,) = place.glob("kernels-*.zip")
+    with redirect_stdout(StringIO()) as said:
+        assert build.main(["norm.weight_sums", "--out", str(place), "--workers", "1"]) == 0
+    assert said.getvalue().startswith("3 kernels in ")
+    assert said.getvalue().endswith(", 1 of them built now\n")
+    assert prebuilt.opened(path).has("dualkv.dq_cast-bf16")
+    with redirect_stdout(StringIO()) as said:
+        assert build.main(["dualkv.dq_cast", "--out", str(place)]) == 0
+    assert said.getvalue().endswith(", 0 of them built now\n")
+    assert prebuilt.opened(path).has("norm.weight_sums-fp32")
 
 
 def test_a_release_has_the_same_bytes_again(
