@@ -282,6 +282,18 @@ def test_a_model_that_is_called_as_usual_is_stopped(model):
         model(batch.input_ids[None], past_key_values=cache, shared_prefix=batch.layout)
 
 
+@pytest.mark.parametrize("length", [16, 31])
+def test_a_part_of_a_packed_row_is_stopped(model, length):
+    """Why Ulysses is refused: a rank has a slice, and veRL exchanges heads elsewhere."""
+    batch = packed()
+    call = {**batch.model_inputs(), "logits_to_keep": 1}
+    for name in ("input_ids", "position_ids"):
+        call[name] = call[name].repeat(1, 2)[:, :length]
+    assert batch.num_tokens not in (16, 31)
+    with pytest.raises(ValueError, match=f"{length}"):
+        model(**call)
+
+
 def test_packed_calls_with_a_mask_or_another_attention_are_refused(model):
     """Both would run: transformers drops such a mask, and another attention the layout."""
     own = model.config._attn_implementation
