@@ -33,7 +33,10 @@ for part in "${parts[@]}"; do
         "${names[@]}"
       ;;
     profile) run "${PROFILE_S:-400}" profile --rivals "${RIVALS:-off:triton,off}" "${names[@]}" ;;
-    bench) run "${BENCH_S:-560}" bench --rivals "${RIVALS:-off:triton,off}" "${names[@]}" ;;
+    bench)
+      run "${BENCH_S:-560}" bench --rivals "${RIVALS:-off:triton,off}" \
+        --budget "$((${BENCH_S:-560} - 40))" "${names[@]}"
+      ;;
   esac
 done
 exit $failed

@@ -291,28 +291,33 @@ def table_of_profile(part: str, results: dict[str, Any]) -> str:
 
 
 def bench(
-    size: str, rivals: Sequence[str], room: Path, limit: float, rounds: int, save: bool
+    size: str,
+    rivals: Sequence[str],
+    room: Path,
+    limit: float,
+    rounds: int,
+    save: bool,
+    budget: float,
 ) -> int:
-    """Measures loads in turns; a row of the record for each rival and load."""
+    """Measures loads in turns, as long as there is time; a row of the record for each."""
+    started = time.monotonic()
     engines = group("qwen35", size, BENCH, rivals, room, limit)
     results: dict[str, dict[Any, list[Any]]] = {name: {} for name in engines}
-    failed = 0
-    for turn in range(rounds + 1):  # the first warms up
-        for load in LOADS:
-            requests, isl, osl = load
-            short = 4 if turn == 0 else osl
-            command = {"do": "bench", "requests": requests, "isl": isl, "osl": short, "seed": turn}
-            for name, engine in engines.items():
-                done = engine.do(command, limit)
-                if "error" in done:
-                    print(f"{name} {load}: {done['error']}")
-                    failed += 1
-                elif turn:
-                    results[name].setdefault(load, []).append(done)
-        print(f"round {turn} done", flush=True)
-        (room / "bench.json").write_text(
-            json.dumps({n: [[k, v] for k, v in x.items()] for n, x in results.items()})
-        )
+    failed = len(rivals) + 1 - len(engines)
+    warm = (8, 8192, 4)
+    for turn, load in [(0, warm), *((turn + 1, load) for turn in range(rounds) for load in LOADS)]:
+        if time.monotonic() - started > budget:
+            print(f"no time for round {turn}, {load}")
+            break
+        command = dict(zip(("requests", "isl", "osl"), load, strict=True))
+        for name, engine in engines.items():
+            done = engine.do({"do": "bench", "seed": turn, **command}, limit)
+            if "error" in done:
+                print(f"{name} {load}: {done['error']}")
+                failed += 1
+            elif turn:
+                results[name].setdefault(load, []).append(done)
+        print(f"round {turn}, {load}: {time.monotonic() - started:.0f} s", flush=True)
     rows = []
     for name in [n for n in engines if n != "on" and "on" in engines]:
         for load in LOADS:
@@ -388,7 +393,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--cpu", action="store_true")
     add("--rivals", default="off:triton,off")
     add("--beside", type=int, default=8, help="engines of a check at the same time")
-    add("--budget", type=float, default=1e9, help="seconds after which a check starts no engine")
+    add("--budget", type=float, default=1e9, help="seconds after which no engine or load starts")
     add("--only", default="", choices=["", "on", "off"], help="engines of a check")
     add("--limit", type=float, default=280, help="seconds of an engine's start, and of a command")
     add("--rounds", type=int, default=2)
@@ -405,7 +410,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return check(names, room, given.cpu, given.beside, given.limit, given.budget, given.only)
     if given.what == "profile":
         return profile(given.which or list(PROFILES), rivals, room, given.limit)
-    return bench((given.which or ["4b"])[0], rivals, room, given.limit, given.rounds, given.save)
+    return bench(
+        (given.which or ["4b"])[0],
+        rivals,
+        room,
+        given.limit,
+        given.rounds,
+        given.save,
+        given.budget,
+    )
 
 
 if __name__ == "__main__":

@@ -64,4 +64,4 @@ PROFILES: dict[str, tuple[str, dict[str, Any]]] = {
     "next": ("next-moe", PROFILE | {"states": "auto"}),
 }
 BENCH: dict[str, Any] = {"dummy": True, "mode": 3, "graphs": "FULL_AND_PIECEWISE", "cache_gb": 24}
-LOADS = [(8, 1024, 128), (64, 1024, 128), (8, 8192, 256), (64, 8192, 256)]
+LOADS = [(64, 8192, 256), (64, 1024, 128), (8, 8192, 256), (8, 1024, 128)]
