@@ -91,10 +91,10 @@ def layer_on(engine: Any) -> type:
             mixed, ba = self.in_proj_qkvz(hidden_states)[0], self.in_proj_ba(hidden_states)[0]
             if self.gqa_interleaved_layout:
                 *parts, b, a = self.fix_query_key_value_ordering(mixed, ba)
-                mixed = torch.cat([x.reshape(len(x), -1) for x in parts], -1)
+                mixed = torch.cat([x.reshape(x.shape[0], -1) for x in parts], -1)
                 ba = torch.cat([b, a], -1)
             heads = self.num_v_heads // self.tp_size
-            out = hidden_states.new_empty(len(hidden_states), heads, self.head_v_dim)
+            out = hidden_states.new_empty(hidden_states.shape[0], heads, self.head_v_dim)
             torch.ops.vllm.qwen_gdn_attention_core_fused_norm_packed(
                 mixed, ba, out, layer_name=engine._encode_layer_name(self.prefix)
             )
