@@ -16,15 +16,13 @@ from qla_kernels.runtime.derivatives import refuse_second_derivative, wants_grad
 
 
 def normalise(
-    x: Tensor, gate: Tensor, weight: Tensor, tables: list[Tensor], eps: float, silu: bool
+    x: Tensor, gate: Tensor, weight: Tensor, tables: list[Tensor], *options: float
 ) -> Tensor:
-    """Runs a call whose arguments have been checked."""
-    if not wants_gradients((x, gate, weight)):
-        return ops.gated_norm_fwd.replayed(
-            x, gate, weight, tables, eps, silu
-        )  # autograd takes time
+    """Runs a call whose arguments have been checked; `options` are the last ones of operators."""
+    if not wants_gradients((x, gate, weight)):  # autograd takes time
+        return ops.gated_norm_fwd.replayed(x, gate, weight, tables, *options)
     y: Tensor = GatedRMSNorm.apply(  # type: ignore[no-untyped-call]
-        x, gate, weight, eps, silu, *tables
+        x, gate, weight, options, *tables
     )
     return y
 
@@ -34,19 +32,24 @@ class GatedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, silu: bool, *tables: Tensor
+        ctx: Any,
+        x: Tensor,
+        gate: Tensor,
+        weight: Tensor,
+        options: tuple[float, ...],
+        *tables: Tensor,
     ) -> Tensor:
-        ctx.eps, ctx.silu, ctx.unpacked = eps, silu, None
+        ctx.options, ctx.unpacked = options, None
         ctx.save_for_backward(x, gate, weight, *tables)
-        return ops.gated_norm_fwd.replayed(x, gate, weight, list(tables), eps, silu)
+        return ops.gated_norm_fwd.replayed(x, gate, weight, list(tables), *options)
 
     @staticmethod
     @refuse_second_derivative(OP)
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, weight, *tables = ctx.unpacked or ctx.saved_tensors
         ctx.unpacked = None
-        done = ops.gated_norm_bwd.replayed(dy, x, gate, weight, tables, ctx.eps, ctx.silu)
-        return *done, None, None, *[None] * len(tables)
+        done = ops.gated_norm_bwd.replayed(dy, x, gate, weight, tables, *ctx.options)
+        return *done, None, *[None] * len(tables)
 
 
 _NODE: Any = GatedRMSNorm._backward_cls
@@ -85,9 +88,7 @@ def without_saving(y: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor:
         if isinstance(kept, torch.Size):
             # kept for the norm's backward: activation checkpointing hands them out only once
             node.unpacked = x, gate, weight, *tables = node.saved_tensors
-            return ops.gated_norm_fwd.replayed(x, gate, weight, tables, node.eps, node.silu).view(
-                kept
-            )
+            return ops.gated_norm_fwd.replayed(x, gate, weight, tables, *node.options).view(kept)
         return kept if isinstance(kept, Tensor) else others[1](kept.value)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
