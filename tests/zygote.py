@@ -9,7 +9,6 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,10 +16,18 @@ OUTPUTS = ("stdout", "stderr")
 
 
 def run(
-    code: str, *arguments: object, cwd: Path, path: str, env: Mapping[str, str]
+    code: str,
+    *arguments: object,
+    cwd: Path,
+    path: str,
+    env: Mapping[str, str],
+    start: Mapping[str, str] = os.environ,
 ) -> subprocess.CompletedProcess[str]:
-    """As `python -c code arguments` in a folder, with PYTHONPATH and an environment."""
-    process = _started()
+    """As `python -c code arguments` in a folder, with PYTHONPATH and an environment.
+
+    `start` is the environment that the first process is started with, which the loader reads.
+    """
+    process = _started(start)
     assert process.stdin is not None, "it is a pipe"
     assert process.stdout is not None, "it is a pipe"
     with TemporaryDirectory() as folder:
@@ -31,11 +38,17 @@ def run(
     return subprocess.CompletedProcess([code, *arguments], status, *said)
 
 
-@cache
-def _started() -> subprocess.Popen[str]:
+_processes: dict[str, subprocess.Popen[str]] = {}  # by what is loaded before all else
+
+
+def _started(start: Mapping[str, str]) -> subprocess.Popen[str]:
     """It ends with this process, which holds its input open."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, __file__], text=True, **pipes)
+    preload = start.get("LD_PRELOAD", "")
+    if preload not in _processes:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        command = [sys.executable, __file__]
+        _processes[preload] = subprocess.Popen(command, text=True, env={**start}, **pipes)
+    return _processes[preload]
 
 
 def serve() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from qla_kernels.runtime.native.launcher import compile_launcher
 from qla_kernels.runtime.native.symbols import Number
+from tests import zygote
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = ("libcuda.so.1", "libcudart.so.13")
@@ -40,14 +41,25 @@ def environment(folder: Path, libraries: Sequence[str] = LIBRARIES) -> dict[str,
 
 def run(*arguments: str, timeout: float = 600, **env: str) -> str:
     """What a Python that runs on the stand-in prints; raises with its errors if it fails."""
+    start = environment(built())
+    how, what, *rest = arguments
+    if how in ("-c", "-m"):
+        module = f"import runpy; runpy.run_module({what!r}, run_name='__main__', alter_sys=True)"
+        code, env = what if how == "-c" else module, {**start, **env}
+        path = start["PYTHONPATH"]
+        return said(zygote.run(code, *rest, cwd=ROOT, path=path, env=env, start=start))
     done = subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env={**environment(built()), **env},
+        env={**start, **env},
         timeout=timeout,
     )
+    return said(done)
+
+
+def said(done: subprocess.CompletedProcess[str]) -> str:
     if done.returncode:
         raise AssertionError(f"exit {done.returncode}\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
     return done.stdout
