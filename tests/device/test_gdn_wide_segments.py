@@ -120,10 +120,9 @@ def launched(x: SegmentedCall, between: Callable[[], None]) -> Tensor:
     between()
     windows = wide_windows(k, saved[0], beta, cut, WARM_LOG_BOUND)
     between()
-    starts, maps = wide_maps(k, v, saved[1], gates, table.first_chunk, h0, cut, windows)
+    found = wide_maps(k, v, saved[1], gates, table.first_chunk, h0, cut, windows)
     between()
-    wide_scan(starts, maps, windows, h0, cut.first_segment)
-    return starts[: int(cut.first_segment[-1])]
+    return wide_scan(found, h0, cut.first_segment)[: int(cut.first_segment[-1])]
 
 
 def test_kernels_that_begin_early_find_what_they_read():

@@ -1,8 +1,7 @@
 """The forward on a GPU, in order: allocates, chooses variants, launches; reads nothing back.
 
-`forward_batch` is the order of the kernels, for a whole batch and for a rank's part of one;
-`forward_by_length` is that of a batch whose lengths the device alone knows. K = 256 has an order of
-its own: wide_forward.py.
+`forward_batch` is the order of the kernels; `forward_by_length` is that of a batch whose lengths
+the device alone knows.
 """
 
 import torch
@@ -18,9 +17,11 @@ from qla_kernels.gdn.launch.chunks import fused_fwd, gate, kkt_solve, l2norm_fwd
 from qla_kernels.gdn.launch.pools import Places
 from qla_kernels.gdn.launch.segments import Maps, Segments, Whole
 from qla_kernels.gdn.launch.steps import (
+    Ends,
     FlatBatch,
     Outputs,
     SavedChunks,
+    chain,
     chain_segments,
     cut_batch,
     map_segments,
@@ -31,13 +32,13 @@ from qla_kernels.gdn.launch.tensors import (
     flat_parts,
     fresh_like,
     key_first,
+    pass_state_through,
     put_states,
     room_for,
     room_for_chunks,
     sequence_bounds,
     with_room,
 )
-from qla_kernels.gdn.launch.wide_forward import wide_forward
 from qla_kernels.gdn.ops import GdnForward
 from qla_kernels.gdn.plan import Plan
 from qla_kernels.gdn.shapes import WIDE
@@ -99,6 +100,9 @@ def forward_batch(
         fused_fwd            the chain over the chunks of each segment, or of each sequence
         pool_states          puts final states into a pool in bf16, if sequences were cut
 
+    At K = 256 chunk_table and solve_score take the place of kkt_solve, wide_windows and wide_map
+    that of segment_map, wide_scan that of segment_scan, and wide_fwd that of fused_fwd.
+
     Args:
         x: the batch.
         scale: multiplies q.
@@ -111,12 +115,14 @@ def forward_batch(
 
     Returns:
         The segments and their maps, whose `left` then holds the start states; None if nothing was
-        cut.
+        cut, and at K = 256, where a backward has no segments.
     """
-    q, k, v, g, beta, h0, bounds = x
-    if q.shape[-1] == WIDE:
-        assert out.saved is not None, "a plan that does not solve has room for A"
-        wide_forward(q, k, v, g, beta, scale, h0, bounds, *out[:2], out.saved, plan)
+    g, h0, bounds = x.g, x.h0, x.bounds
+    wide = x.q.shape[-1] == WIDE
+    if wide and (bounds.shape[0] == 1 or not out.o.numel()):  # no token that a sequence owns
+        for fresh in (out.o, *(out.saved or ())):
+            fresh.zero_()
+        pass_state_through(h0, out.ht)
         return None
     cut = table = None
     if made is not None:
@@ -129,18 +135,17 @@ def forward_batch(
         if places.pool.dtype != torch.float32:  # as the start states of segments are
             own = places.in_fp32(bounds.shape[0] - 1)
         of_segments = own.of_segments(cut, bounds, g.shape[0] * g.shape[1])
-    solved = solve(x, plan, out.saved, table, is_cut=cut is not None)
+    solved = solve(x, scale, plan, out.saved, table, cut)
     if cut is None:
-        fused_fwd(
-            q, k, v, g, solved.beta, scale, h0, bounds, *out, plan.kernel, None, equal_lengths,
-            places=places, shares=plan.shares, most_cut=plan.most_cut,
-        )  # fmt: skip
+        ends = Ends(bounds, h0, out.ht)
+        how = {"places": places, "shares": plan.shares, "most_cut": plan.most_cut}
+        chain(x, scale, plan.kernel, solved, out, ends, equal_lengths=equal_lengths, **how)
         return None
     found = map_segments(x._replace(h0=h0), plan, solved, cut)
-    chain_segments(x._replace(beta=solved.beta), scale, plan, out, cut, found, h0, of_segments)
+    chain_segments(x, scale, plan, solved, out, cut, found, h0, of_segments)
     if places is not None and own is not None and own is not places:
         places.take(own.pool)
-    return cut, found
+    return (cut, found) if isinstance(found, Maps) else None
 
 
 def forward_by_length(

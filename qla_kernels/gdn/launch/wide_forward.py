@@ -1,6 +1,6 @@
-"""Launches of the forward at K = 256: A, P and exponentials of every chunk, then the chain.
+"""Launches of the forward's kernels at K = 256: A, P and exponentials of chunks, and the chain.
 
-V is any multiple of 64.
+V is any multiple of 64. steps.py puts them in order.
 """
 
 from torch import Tensor
@@ -8,72 +8,12 @@ from torch import Tensor
 from qla_kernels.gdn.kernels import solve_score as solve_score_kernel
 from qla_kernels.gdn.kernels import wide_fwd as wide_fwd_kernel
 from qla_kernels.gdn.kernels.chain.layout import GATE_ROWS, TILE
-from qla_kernels.gdn.launch import segments
 from qla_kernels.gdn.launch.chunks import gate
-from qla_kernels.gdn.launch.tensors import (
-    chunk_table,
-    no_state,
-    pass_state_through,
-    spans,
-    tokens,
-)
-from qla_kernels.gdn.launch.wide_segments import wide_starts
-from qla_kernels.gdn.plan import Plan
+from qla_kernels.gdn.launch.tensors import no_state, spans, tokens
 from qla_kernels.runtime import device, jit
 from qla_kernels.runtime.sm90 import dtype_name
 from qla_kernels.runtime.varlen import ChunkTable
 from qla_kernels.tile.constants import CHUNK
-
-
-def wide_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float,
-    h0: Tensor | None,
-    bounds: Tensor,
-    o: Tensor,
-    ht: Tensor | None,
-    saved: tuple[Tensor, Tensor],
-    plan: Plan,
-) -> None:
-    """Runs the forward of one batch: writes o, saved and, where given, ht.
-
-        segment_plan            cuts long sequences into segments, if the plan has segments
-        chunk_table             where the chunks of sequences, or of segments, lie
-        gate, solve_score       all of each chunk that does not depend on V
-        wide_windows            which chunks of a segment decide the state that leaves it
-        wide_map, wide_scan     the map of each segment, and the state that enters it
-        wide_fwd                the chain over the chunks of each segment, or of each sequence
-
-    Args:
-        q, k, v: [B, T, heads, size]; any strides that flatten to tokens, with unit last stride.
-        g: [B, T, HV] fp32.
-        beta: [B, T, HV], in fp32 or in q's dtype.
-        h0: [N, HV, K, V] fp32, any strides; zeros if None.
-        bounds: [N + 1] of the sequences.
-        o: [B, T, HV, V], written; rows at or past bounds[-1] become 0.
-        ht: [N, HV, K, V] fp32, any strides, written if given.
-        saved: g_cum [B, T, HV] fp32 and A [B, T, HV, 64], written, likewise.
-        plan: where to cut, and the columns of V of a CTA of wide_fwd.
-    """
-    if bounds.shape[0] == 1 or not o.numel():  # no token to compute, or none that a sequence owns
-        for x in (o, *saved):
-            x.zero_()
-        pass_state_through(h0, ht)
-        return
-    cut = ends_of = None
-    if plan.segment_chunks is not None:
-        cut = segments.cut(g, bounds, plan.segment_chunks)
-        bounds, ends_of = cut.bounds, cut.ends_of
-    table = chunk_table(v.shape[0] * v.shape[1], bounds)
-    first, A, tile_v = table.first_chunk, saved[1], plan.kernel.tile_v
-    P, gates = solve_score(q, k, g, beta, scale, table, saved)
-    if cut is not None:
-        h0 = wide_starts(k, v, beta, saved, gates, first, h0, cut, plan.warm_log_bound)
-    wide_fwd(q, k, v, A, P, gates, first, h0, bounds, o, ht, tile_v, None, ends_of)
 
 
 def solve_score(
@@ -87,7 +27,11 @@ def solve_score(
 ) -> tuple[Tensor, Tensor]:
     """Computes all of each chunk that does not depend on V; writes saved, g_cum and A.
 
-    Arguments are as for `wide_forward`.
+    Args:
+        q, k: [B, T, H, 256]; any strides that flatten to tokens, with unit last stride.
+        g: [B, T, HV] fp32.
+        beta: [B, T, HV], in fp32 or in q's dtype.
+        saved: g_cum [B, T, HV] fp32 and A [B, T, HV, 64], written.
 
     Returns:
         P [B, T, HV, 64] in q's dtype, whose rows of no sequence are not written, and
@@ -139,8 +83,8 @@ def wide_fwd(
         P, gates: from `solve_score`.
         first_chunk: [N + 1], the number of each sequence's first chunk, as in a chunk table.
         cu_seqlens: [N + 1], or spans [N, 2] of the nodes of a tree.
-        starts_of, ends_of: as for `chunks.fused_fwd`.
-    The others are as for `wide_forward`.
+        tile_v: columns of V of a CTA.
+    The others are as for `chunks.fused_fwd`.
     """
     B, T, HV, V = v.shape
     K = q.shape[-1]

@@ -4,6 +4,8 @@
 state that leaves it, and cold if its map is needed.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -18,32 +20,12 @@ from qla_kernels.runtime.sm90 import dtype_name
 from qla_kernels.tile.constants import CHUNK
 
 
-def wide_starts(
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    saved: tuple[Tensor, Tensor],
-    gates: Tensor,
-    first_chunk: Tensor,
-    h0: Tensor | None,
-    segments: Segments,
-    warm_log_bound: float,
-) -> Tensor:
-    """Returns the state that enters each segment, [capacity, HV, K, V] fp32.
+class WideMaps(NamedTuple):
+    """The affine maps of the segments at K = 256, as `segments.Maps` are of others."""
 
-    Rows of no segment are not written.
-
-    Args:
-        k, v, beta, h0: as for `wide_forward`.
-        saved: g_cum and A of `solve_score`.
-        gates: from `solve_score`.
-        first_chunk: [capacity + 1], the number of each segment's first chunk in `gates`.
-        warm_log_bound: as for `segments.maps`.
-    """
-    windows = wide_windows(k, saved[0], beta, segments, warm_log_bound)
-    starts, maps = wide_maps(k, v, saved[1], gates, first_chunk, h0, segments, windows)
-    wide_scan(starts, maps, windows, h0, segments.first_segment)
-    return starts.mT
+    left: Tensor  # [capacity, HV, V, K] fp32: row p + 1 has b of segment p, transposed
+    M: Tensor  # [capacity, HV, K, K] fp32: M^T of segments that are cold and no sequence's first
+    windows: Tensor  # [capacity, HV] int32 of `wide_windows`
 
 
 def wide_windows(
@@ -80,13 +62,13 @@ def wide_maps(
     h0: Tensor | None,
     segments: Segments,
     windows: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Returns b and M of each segment but a sequence's last one.
+) -> WideMaps:
+    """Returns the map of each segment but a sequence's last one; other rows are not written.
 
-    Returns:
-        [capacity, HV, V, K] fp32: row p + 1 has b of segment p, transposed; and
-        [capacity, HV, K, K] fp32: M^T of segments that are cold and no sequence's first. Other rows
-        are not written.
+    Args:
+        k, v, A, h0: as for `segments.maps`.
+        gates: from `solve_score`.
+        first_chunk: [capacity + 1], the number of each segment's first chunk in `gates`.
     """
     (B, T, HV, V), K = v.shape, k.shape[-1]
     starts, maps = (gates.new_empty(segments.capacity, HV, columns, K) for columns in (V, K))
@@ -108,13 +90,16 @@ def wide_maps(
         maps.mT,
         int(h0 is not None),
     )
-    return starts, maps
+    return WideMaps(starts, maps, windows)
 
 
-def wide_scan(
-    starts: Tensor, maps: Tensor, windows: Tensor, h0: Tensor | None, first_segment: Tensor
-) -> None:
-    """Folds the results of `wide_maps`: `starts` becomes the state that enters each segment."""
+def wide_scan(found: WideMaps, h0: Tensor | None, first_segment: Tensor) -> Tensor:
+    """Folds the maps into the state that enters each segment. Overwrites found.left.
+
+    Returns:
+        [capacity, HV, K, V] fp32, a view of found.left; rows of no segment are not written.
+    """
+    starts, maps, windows = found
     V, K = starts.shape[2:]
     jit.compile(wide_scan_kernel, wide_scan_kernel.Variant(K))(
         first_segment,
@@ -124,3 +109,4 @@ def wide_scan(
         windows,
         int(h0 is not None),
     )
+    return starts.mT

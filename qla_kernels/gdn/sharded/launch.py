@@ -23,6 +23,7 @@ from qla_kernels.gdn.launch.steps import (
     FlatBatch,
     Outputs,
     SavedChunks,
+    Solved,
     chain_segments,
     cut_batch,
     map_segments,
@@ -127,7 +128,8 @@ def _send_states(call: Call, options: Options, shard: ShardPlace) -> Sent:
         x, plan = FlatBatch(q, k, v, g, beta, None, _bounds(call)), _plan(call, options)
         saved = None if plan.kernel.solves else SavedChunks.empty(q, g)
         cut, table = cut_batch(x, plan, links.open_ends(its))
-        found = map_segments(x, plan, solve(x, plan, saved, table, is_cut=True), cut)
+        found = map_segments(x, plan, solve(x, call.scale, plan, saved, table, cut), cut)
+        assert isinstance(found, Maps), "K = 256 has links of its own"
         carried = signatures(facts, its, reverse=False)
         made = links.made(found.left, found, cut, its, q.shape[-1], carried, reverse=False)
     own = g if g is not call.g else None, beta if beta is not call.beta else None, None
@@ -154,7 +156,7 @@ def _receive_states(
                 received.links, passed, found.left, cut, its, reverse=False, results=True
             )
         x, out = FlatBatch(q, k, v, g, beta, None, _bounds(call)), Outputs(o, None, saved)
-        chain_segments(x, call.scale, plan, out, cut, found)
+        chain_segments(x, call.scale, plan, Solved(beta), out, cut, found)
     fresh = saved if options.is_train and sent.A is None else None
     return ShardForward(o, entered, *(fresh or (None, None)))
 

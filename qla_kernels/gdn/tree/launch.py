@@ -23,14 +23,13 @@ from qla_kernels.gdn.kernels.chain.layout import TILE
 from qla_kernels.gdn.launch import activations
 from qla_kernels.gdn.launch.backward import flat_readable, gradients_of_chunks
 from qla_kernels.gdn.launch.chains import DsInDv, chunk_states, dstate_chain
-from qla_kernels.gdn.launch.chunks import fused_fwd, kkt_solve
 from qla_kernels.gdn.launch.states import BackwardBatch, ChainStates, ValueStates
-from qla_kernels.gdn.launch.steps import SavedChunks
+from qla_kernels.gdn.launch.steps import Ends, FlatBatch, Outputs, SavedChunks, chain, solve
 from qla_kernels.gdn.launch.tensors import fresh_like, key_first
 from qla_kernels.gdn.launch.wide_chains import room_for_values, wide_dstate, wide_states
-from qla_kernels.gdn.launch.wide_forward import solve_score, wide_fwd
 from qla_kernels.gdn.lengths import Lengths, sequence_chunks
 from qla_kernels.gdn.ops import GdnBackward
+from qla_kernels.gdn.plan import Plan
 from qla_kernels.gdn.shapes import WIDE, key_room, leaves_values
 from qla_kernels.gdn.times import both_chains
 from qla_kernels.gdn.tree.autograd import TREE_OP
@@ -58,41 +57,22 @@ def gdn_tree_fwd(call: Call, tables: DeltaTables, options: Options) -> TreeForwa
         if options.is_train or wide or not choice.solves:
             saved = SavedChunks.empty(q, g)
         kept = key_first(states, options.state_v_first) if tables.num_rows else None
-        if wide and saved is not None:
-            _wide_levels(q, k, v, g, beta, scale, tables, o, kept, saved)
-        else:
-            if not choice.solves:
-                kkt_solve(k, g, beta, tables.bounds, _chunk_table(tables), saved)
-            for (a, b), lengths in zip(_pairs(tables.levels), levels, strict=True):
-                fused_fwd(
-                    q, k, v, g, beta, scale, kept, tables.spans[a:b], o, kept, saved, choice,
-                    tables.level_ends[a:b], len(lengths) == 1, tables.level_starts[a:b],
-                )  # fmt: skip
+        x = FlatBatch(q, k, v, g, beta, None, tables.bounds)
+        plan, out = Plan(choice, None), Outputs(o, kept, saved)
+        solved = solve(x, scale, plan, saved, _chunk_table(tables), None)
+        for (a, b), lengths in zip(_pairs(tables.levels), levels, strict=True):
+            if wide:
+                choice = gdn_plan.wide(b - a, HV, V, device.sm_count(q.device)).kernel
+            chain(
+                x, scale, choice, solved, out,
+                Ends(
+                    tables.spans[a:b], kept, kept, tables.level_ends[a:b],
+                    tables.level_starts[a:b], tables.level_chunks[a:b],
+                ),
+                equal_lengths=len(lengths) == 1,
+            )  # fmt: skip
     g_cum, A = saved if options.is_train and saved is not None else (None, None)
     return TreeForward(o, states.narrow(_keys(options), 0, K).contiguous(), g_cum, A)
-
-
-def _wide_levels(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float,
-    tables: DeltaTables,
-    o: Tensor,
-    kept: Tensor | None,
-    saved: SavedChunks,
-) -> None:
-    """Runs the chain of each level at K = 256; writes o, saved and the rows of `kept`."""
-    (HV, V), sms = v.shape[2:], device.sm_count(q.device)
-    P, gates = solve_score(q, k, g, beta, scale, _chunk_table(tables), saved)
-    for a, b in _pairs(tables.levels):
-        width = gdn_plan.wide(b - a, HV, V, sms).kernel.tile_v
-        wide_fwd(
-            q, k, v, saved.A, P, gates, tables.level_chunks[a:b], kept, tables.spans[a:b], o, kept,
-            width, tables.level_starts[a:b], tables.level_ends[a:b],
-        )  # fmt: skip
 
 
 @torch.no_grad()

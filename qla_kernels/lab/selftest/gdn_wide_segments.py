@@ -39,10 +39,10 @@ def wide_starts(x: SegmentedCall, most: int, limit: float) -> WideStarts:
     saved = torch.empty_like(g), q.new_empty(1, q.shape[1], HV, 64)
     _, gates = solve_score(q, k, g, beta, K**-0.5, table, saved)
     windows = wide_windows(k, saved[0], beta, cut, limit)
-    starts, maps = wide_maps(k, v, saved[1], gates, table.first_chunk, h0, cut, windows)
-    wide_scan(starts, maps, windows, h0, cut.first_segment)
+    found = wide_maps(k, v, saved[1], gates, table.first_chunk, h0, cut, windows)
+    starts = wide_scan(found, h0, cut.first_segment)
     num = int(cut.first_segment[-1])
-    return WideStarts(starts.mT[:num], windows[:num], cut.first_segment)
+    return WideStarts(starts[:num], windows[:num], cut.first_segment)
 
 
 def cut_forward(
