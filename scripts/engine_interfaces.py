@@ -76,6 +76,7 @@ USED = {
             "MambaPrefillCheckpointExporter.export",
             "MambaPrefillCheckpointMetadata",
         ],
+        "vllm/model_executor/warmup/qwen_triton_warmup.py": ["qwen_triton_warmup"],
         "vllm/plugins/__init__.py": ["load_general_plugins", "load_plugins_by_group"],
     },
     "sglang": {

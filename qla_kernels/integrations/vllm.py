@@ -61,8 +61,33 @@ def register() -> None:
         layer, what = vllm_bits.layer_on(engine), "prefill and decode with the bits of training"
     else:
         layer, what = layer_on(engine), "prefill, decode, verification of drafts"
+        from vllm.model_executor.warmup import kernel_warmup
+
+        skip_warmup(kernel_warmup)
     PluggableLayer.register_oot(name=LAYER)(layer)
     log.info("vLLM: %s runs on qla_kernels: %s", LAYER, what)
+
+
+def skip_warmup(kernel_warmup: Any) -> None:
+    """Makes vLLM compile its Triton kernels at start only if layers of ours leave it something.
+
+    `kernel_warmup` is vLLM's module, which calls the function that is replaced.
+    """
+    usual = kernel_warmup.qwen_triton_warmup
+
+    def warm_up(runner: Any, model_config: Any) -> None:
+        layers = runner.compilation_config.static_forward_context.values()
+        ours = [x for x in layers if getattr(x, "of_qla_kernels", False)]
+        if not ours or not all(map(_runs_alone, ours)):
+            usual(runner, model_config)
+
+    kernel_warmup.qwen_triton_warmup = warm_up
+
+
+def _runs_alone(layer: Any) -> bool:
+    """Returns whether our kernels run all that lies between a layer's projections."""
+    convolves = layer.kv_cache[0].dtype == layer.model_config.dtype
+    return layer.speculative_config is None and _can_norm(layer) and convolves
 
 
 def layer_on(engine: Any) -> type:
@@ -74,6 +99,8 @@ def layer_on(engine: Any) -> type:
     base: Any = getattr(engine, LAYER)
 
     class QlaGatedDeltaNetAttention(base):  # type: ignore[misc]
+        of_qla_kernels = True
+
         def __init__(self, *args: Any, **named: Any) -> None:
             super().__init__(*args, **named)
             layer = self.head_k_dim, self.head_v_dim, self.model_config.dtype

@@ -482,6 +482,26 @@ def test_layers_whose_norm_stays_vllms(setting):
     ).enable_fused_gdn_spec_decode
 
 
+@pytest.mark.parametrize(
+    ("change", "warms"),
+    [({}, False), ({"speculative_config": "mtp"}, True), ({"quant_config": "fp8"}, True),
+     ({"kv_cache": (torch.zeros(1), None)}, True), (None, True)],
+    ids=str,
+)  # fmt: skip
+def test_vllm_warms_up_only_what_our_layers_leave_to_it(change, warms):
+    """None: no layer is ours."""
+    called = []
+    module = SimpleNamespace(qwen_triton_warmup=lambda *given: called.append(given))
+    vllm.skip_warmup(module)
+    layer, _ = vllm_layer(Traffic(1, sizes=(8, 8), dtype=torch.bfloat16), None)
+    layer.kv_cache = torch.zeros(1, dtype=torch.bfloat16), None
+    vars(layer).update({"speculative_config": None, **(change or {})})
+    layers = {"attention": object(), **({} if change is None else {"layer": layer})}
+    runner = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    module.qwen_triton_warmup(runner, "config")
+    assert called == ([(runner, "config")] if warms else [])
+
+
 VERIFIES = ("_forward_core_fused_norm", "_can_use_fused_gdn_mtp_decode")
 
 
