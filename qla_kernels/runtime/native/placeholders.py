@@ -279,6 +279,8 @@ class Placeholder:
         made = self.new_empty(self.shape, dtype=dtype)
         if memory_format is torch.contiguous_format or self.is_contiguous():
             return made
+        if any(n != 1 and stride == 0 for n, stride in zip(self.shape, self._strides, strict=True)):
+            raise NotRecordable("empty_like of repeated memory")
         axes = sorted(range(self.dim()), key=self.stride, reverse=True)
         strides: list[Size] = [0] * self.dim()
         for i, stride in zip(axes, contiguous([self.shape[i] for i in axes]), strict=True):
