@@ -16,6 +16,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from torch.cuda import is_available as has_gpu
+
 from .messages import Begin, Done, Machine, Options, RowFacts, RowFailed
 from .records import DIED, FAILED, MISSING, OK, TIME_LIMIT, Result, Row, row_of
 from .worker import main as worker_main
@@ -127,8 +129,8 @@ class Harness:
 
     def _start(self) -> Machine:
         """A new worker, without the libraries that brought one down while being imported."""
-        # its server imports torch once, and touches no device: a worker begins in milliseconds
-        context = multiprocessing.get_context("forkserver")
+        # a GPU's context is one process's; without a GPU a server has the imports, for all workers
+        context: Any = multiprocessing.get_context("spawn" if has_gpu() else "forkserver")
         context.set_forkserver_preload([worker_main.__module__, *PRELOADED])
         while True:
             ours, theirs = context.Pipe()
