@@ -144,12 +144,6 @@ class Run:
         known = bool(self.kernels) or self.device_kind == "cpu"
         return known and all(digests.get(name) == of for name, of in self.kernels.items())
 
-    def agrees(self, other: "Run") -> bool:
-        """What both ran is the same code; older records, which name none, agree by commit."""
-        if not self.kernels or not other.kernels:
-            return self.commit == other.commit
-        return all(other.kernels.get(name, of) == of for name, of in self.kernels.items())
-
 
 def git_state() -> tuple[str, bool]:
     """Commit and whether the working tree differs from it; records themselves do not count."""

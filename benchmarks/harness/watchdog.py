@@ -48,16 +48,10 @@ class Harness:
     """Use as a context manager: leaving it ends the worker."""
 
     def __init__(
-        self,
-        family: str,
-        names: Sequence[str],
-        options: Options,
-        log: Path,
-        *,
-        first_call_limit: float = LIMITS["first call"],
-        provider: str = PROVIDER,
+        self, family: str, names: Sequence[str], options: Options, log: Path, *,
+        first_call_limit: float = LIMITS["first call"], provider: str = PROVIDER,
         listener: Listener = lambda implementation, phase: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._family, self._names, self._options = family, list(names), options
         self._log, self._provider, self._listener = log, provider, listener
         self._limits = {**LIMITS, "first call": first_call_limit}

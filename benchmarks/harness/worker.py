@@ -48,14 +48,9 @@ class Entry:
 
 
 def main(
-    connection: Any,
-    provider: str,
-    family: str,
-    names: list[str],
-    excluded: list[str],
-    log: str,
-    ceilings: Ceilings | None = None,
-) -> None:
+    connection: Any, provider: str, family: str, names: list[str], excluded: list[str], log: str,
+    ceilings: Ceilings | None,
+) -> None:  # fmt: skip
     """Entry point of the process; `provider` ("module:function") gives the implementations."""
     os.setsid()  # compilers that it starts go when it goes
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

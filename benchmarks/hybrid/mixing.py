@@ -1,7 +1,7 @@
 """The functions in which tokens meet: by the definitions, and by our kernels."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,33 +14,27 @@ from qla_kernels.dualkv import SharedLayout, shared_prefix_attention
 from ..attention.workloads import Group
 from .workloads import HybridPart
 
-
-class Mixing(Protocol):
-    def convolve(self, x: Tensor, weight: Tensor) -> Tensor:
-        """y [T, C] of x [T, C] and weight [C, W], activated."""
-
-    def delta(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        """o [T, HV, V] of q, k [T, H, K], v [T, HV, V], g and beta [T, HV]; q and k as they are."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """o [T, H, D] of q [T, H, D] and of k, v [T, Hk, D]."""
+Mixing = Any  # what has the methods of `Alone`, or some of them
 
 
 class Alone:
     """The definitions, for one sequence."""
 
     def convolve(self, x: Tensor, weight: Tensor) -> Tensor:
+        """y [T, C] of x [T, C] and weight [C, W], activated."""
         from reference import conv
 
         return conv.alone(x, weight, None, True)
 
     def delta(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        """o [T, HV, V] of q, k [T, H, K], v [T, HV, V], g and beta [T, HV]; q and k as they are."""
         from reference import gdn
 
         q, k, v, g, beta = (x[None] for x in (gdn.l2norm(q), gdn.l2norm(k), v, g, beta))
         return gdn.recurrent(q, k, v, g, beta)[0][0]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """o [T, H, D] of q [T, H, D] and of k, v [T, Hk, D]."""
         group = q.shape[1] // k.shape[1]
         keys, values = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
         o = scaled_dot_product_attention(q.transpose(0, 1), keys, values, is_causal=True)

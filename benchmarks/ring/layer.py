@@ -57,10 +57,7 @@ class Layer:
         return [made(*shape, n, self.workload.head_dim).to(dtype) for n in sizes]
 
     def calls(
-        self,
-        way: Way,
-        tensors: Sequence[Tensor] = (),
-        index: Callable[[Tensor, Tensor], object] | None = None,
+        self, way: Way, tensors: Sequence[Tensor] = (), index: Callable[..., object] | None = None
     ) -> tuple[Callable[[], ring.RingForward], Callable[[], ring.RingBackward]]:
         """`index` runs where one is built, beside what is gathered; its lines are not taken."""
         q, k, v, do = tensors or self.tensors(way.layout.world)
