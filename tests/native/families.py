@@ -29,7 +29,9 @@ from qla_kernels import (
 )
 from qla_kernels.conv import launch as conv_launch
 from qla_kernels.conv import ops as conv_ops
+from qla_kernels.conv import prefill as conv_prefill
 from qla_kernels.conv import update as conv_update
+from qla_kernels.conv.prefill import prefill_causal_conv1d
 from qla_kernels.dualkv import SharedLayout
 from qla_kernels.gdn import GdnPool, api, known
 from qla_kernels.gdn import autograd as gdn
@@ -115,8 +117,8 @@ shard_ops.gdn_shard_fwd = shard_launch.gdn_shard_fwd
 shard_ops.gdn_shard_bwd = shard_launch.gdn_shard_bwd
 exchange.group_named = lambda _: SimpleNamespace(rank=lambda: 1)  # type: ignore[assignment, return-value]
 for _operators, _launches, _names in (
-    (conv_ops, conv_launch, ("conv_fwd", "conv_bwd", "conv_update")),
-    (norm_ops, norm_launch, ("gated_norm_fwd", "gated_norm_bwd")),
+    (conv_ops, conv_launch, ("conv_fwd", "conv_bwd", "conv_update", "conv_prefill")),
+    (norm_ops, norm_launch, ("gated_norm_fwd", "gated_norm_into", "gated_norm_bwd")),
 ):
     for _name in _names:
         getattr(_operators, _name).on_cpu = getattr(_launches, _name)
@@ -457,6 +459,31 @@ def convolution() -> None:
         )
     with torch.no_grad():
         _is_replayed(lambda: (causal_conv1d(x[0], weight),), tables[0])
+
+
+def in_place() -> None:
+    """A prompt that goes on from a pool of last tokens, and a norm that writes where it reads."""
+    half = {"dtype": torch.bfloat16}
+    x, weight = torch.zeros(300, 64, **half), torch.zeros(64, 4)
+    last = torch.zeros(5, 3, 64, **half).mT
+    tables = torch.tensor([0, 7, 300]), torch.tensor([4, 2])
+
+    def prompt() -> tuple[Tensor, ...]:
+        version = last._version
+        y = prefill_causal_conv1d(x, last, weight, None, "silu", *tables)
+        assert last._version == version + 1
+        return (y,)
+
+    assert len(_is_replayed(prompt, conv_prefill.PREFILLS)) == 1
+    z, scale = torch.zeros(300, 4, 128, **half), torch.zeros(128)
+
+    def norm() -> tuple[Tensor, ...]:
+        version = z._version
+        norm_ops.gated_norm_into.replayed(z, z, scale, 1e-5, True, z)
+        assert z._version == version + 1
+        return ()
+
+    assert len(_is_replayed(norm, norm_ops.gated_norm_into.programs)) == 1
 
 
 def gated_norm() -> None:
