@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from itertools import product
 
-from .harness.records import Row, Run
+from .harness.records import Run
 from .tables import SLOWER, markdown, number
+
+HEADER = ("row", "by", "calls", "before, ms", "now, ms", "now / before", "record")
 
 
 def compared(run: Run, before: Sequence[Run], threshold: float) -> tuple[str, int]:
@@ -13,22 +15,20 @@ def compared(run: Run, before: Sequence[Run], threshold: float) -> tuple[str, in
     Returns a table, and 1 if one of ours is slower by more than `threshold` per cent, 2 if there is
     nothing to compare with.
     """
-    older = [of for of in reversed(before) if of.device == run.device and of.id != run.id]
-    body, slower, of = [], False, {True: "eager", False: "graph"}
-    for row, name, eager in product(run.rows, run.labels, of):
-        new, known = row.time_ms(name, eager), [(x, _row(x, row.name)) for x in older]
-        times = [(x, y.time_ms(name, eager)) for x, y in known if y]
-        if new and (found := next(((x, old) for x, old in times if old), None)):
-            wrong = name.startswith("ours") and new > found[1] * (1 + threshold / 100)
+    older = [(of, row) for of in before for row in of.rows if of.device == run.device]
+    older = [(of, row) for of, row in older if of.id != run.id][::-1]
+    body, slower = [], False
+    for row, name, eager in product(run.rows, run.labels, (False, True)):
+        new, result = row.time_ms(name, eager), row.result(name)
+        found = [(of, old.time_ms(name, eager)) for of, old in older if old.name == row.name]
+        of, old = next(((of, old) for of, old in found if old), (run, None))
+        if result and new and old:
+            wrong = name.startswith("ours") and new > old * (1 + threshold / 100)
             slower |= wrong
-            ratio = f"{new / found[1]:.3f}{f' {SLOWER}' * wrong}"
-            cells = row.name, run.labels[name], of[eager], number(found[1]), number(new), ratio
-            body.append([*cells, found[0].id[-4:]])
+            calls = "eager" if eager else "graph" if result.graph else "timed"
+            ratio = f"{new / old:.3f}{f' {SLOWER}' * wrong}"
+            cells = [row.name, run.labels[name], calls, number(old), number(new), ratio]
+            body.append([*cells, of.id[-4:]])
     if not body:
         return f"nothing to compare with: no record of these rows on {run.device}; need one", 2
-    header = ["row", "by", "calls", "before, ms", "now, ms", "now / before", "record"]
-    return f"\n{markdown(header, body, left=3)}\n", int(slower)
-
-
-def _row(run: Run, name: str) -> Row | None:
-    return next((row for row in run.rows if row.name == name), None)
+    return f"\n{markdown(HEADER, body, left=3)}\n", int(slower)

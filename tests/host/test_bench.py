@@ -515,7 +515,7 @@ def test_a_run_is_compared_with_the_newest_times_on_record():
         assert (tables.SLOWER in text) == bool(status)
     text, _ = compared(run({"fla": (4.0, 1.0)}), [older, old], 3)
     cells = [cell.strip() for cell in text.splitlines()[-1].split("|")]
-    assert cells[3:8] == ["graph", "5.00", "4.00", "0.800", "2bbb"]
+    assert cells[3:8] == ["timed", "5.00", "4.00", "0.800", "2bbb"]
     for nothing in (run({"ours": (1.0, 1.0)}, "another"), run({"ours": (1.0, 1.0)}, of=other)):
         text, found = compared(nothing, [older, old], 3)
         assert (found, "nothing to compare with" in text) == (2, True)
