@@ -43,7 +43,7 @@ setup_env() { # none, tested or newest: which libraries beside the package
   say "installing into ${venv##*/} (NVIDIA driver: $has_driver); the first time takes minutes"
   # editable installs from pyproject.toml came with pip 21.3; new virtual environments may have less
   if ! (cd "$root" && "$python" -m pip install "pip>=23" &&
-    "$python" -m pip install "${constraints[@]}" -e ".[compile,bench,test,dev]"); then
+    "$python" -m pip install "${constraints[@]}" -e ".[compile,test,dev]"); then
     fail "pip could not install what pyproject.toml lists ($(free_gib "$root") GiB free in $root)" \
       "the packages and room for them" \
       "read pip's last lines above; behind a mirror set PIP_INDEX_URL; then run this again"

@@ -162,3 +162,7 @@ def prompts(small: bool) -> dict[str, list[int]]:
     if not small:
         out["long"] = tokens(82, 9000)
     return out
+
+
+def is_layer(module: Any) -> bool:
+    return "GatedDeltaNet" in type(module).__name__

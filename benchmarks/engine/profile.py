@@ -30,8 +30,6 @@ def mark(model: Any) -> int:
     """Puts the layers' forwards and their projections into ranges; returns the number of layers."""
     from torch.profiler import record_function
 
-    from .worker import is_layer
-
     def within(module: Any, name: str) -> None:
         call = module.forward
 
@@ -42,7 +40,7 @@ def mark(model: Any) -> int:
         if not hasattr(module, "qla_marked"):
             module.qla_marked, module.forward = True, forward
 
-    layers = [x for x in model.modules() if is_layer(x)]
+    layers = [x for x in model.modules() if models.is_layer(x)]
     for layer in layers:
         within(layer, REGION)
         for name in ("in_proj_qkvz", "in_proj_ba", "out_proj"):

@@ -224,11 +224,7 @@ def greedy(out: Any) -> dict[str, Any]:
 
 
 def layer_names(model: Any) -> list[str]:
-    return sorted({type(x).__name__ for x in model.modules() if is_layer(x)})
-
-
-def is_layer(module: Any) -> bool:
-    return "GatedDeltaNet" in type(module).__name__
+    return sorted({type(x).__name__ for x in model.modules() if models.is_layer(x)})
 
 
 def count_calls() -> "Counter[str]":
