@@ -188,7 +188,8 @@ static PyObject *keep(PyObject *self, PyObject *args) {
     Sight s;
     if (look_at(t, arguments, &s)) {
         uint64_t hash = hash_of(&s);
-        int has_code = code != Py_None && PyBytes_Size(code), opens = code != Py_None && may_open(t, &s);
+        int has_code = code != Py_None && PyBytes_Size(code);
+        int opens = code != Py_None && may_open(t, &s);
         int is_kept = opens || ((code == Py_None || has_code) && !program_of(t, &s, hash));
         Program *p = is_kept ? new_program(&s, hash) : NULL;
         if (p) {

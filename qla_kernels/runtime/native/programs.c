@@ -1,11 +1,11 @@
 /* Programs: whole calls, replayed. Included by launcher.c.
 
    A program is what a call does on the GPU: launches, fills, copies, waits between two streams.
-   trace.py makes it by running launch code on placeholders. It is found again by what the call's arguments
-   look like: sizes, strides, dtypes, alignment, flags, the numbers in tensors of the host, and
-   torch's current stream. Whatever launch code decides depends on these alone. So a replay checks
-   nothing again: it allocates the results and one workspace, fills in addresses, and launches. A
-   form is a program in which the number of tokens is open; forms.c makes programs of it.
+   trace.py makes it by running launch code on placeholders. It is found again by what the call's
+   arguments look like: sizes, strides, dtypes, alignment, flags, the numbers in tensors of the host,
+   and torch's current stream. Whatever launch code decides depends on these alone. So a replay
+   checks nothing again: it allocates the results and one workspace, fills in addresses, and
+   launches. A form is a program in which the number of tokens is open; forms.c makes programs of it.
 
    A table holds the programs of one function. It is called with the function's arguments and
    returns
