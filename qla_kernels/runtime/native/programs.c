@@ -386,13 +386,15 @@ static PyObject *results_of(const Program *p, PyObject *const *made) {
 
 /* Counts the call as a write to the tensors that it overwrote, as torch does. */
 static int note_writes(const Program *p, const Sight *s) {
-    for (int i = 0; i < p->inputs; i++) {
-        if (!(p->written >> i & 1)) continue;
-        PyObject *done = PyObject_CallFunctionObjArgs(watch.increment_version, s->object[i], NULL);
-        if (!done) return -1;
-        Py_DECREF(done);
-    }
-    return 0;
+    if (!p->written) return 0;
+    PyObject *written = PyList_New(0), *done = NULL;
+    int failed = !written;
+    for (int i = 0; !failed && i < p->inputs; i++)
+        if (p->written >> i & 1) failed = PyList_Append(written, s->object[i]) < 0;
+    if (!failed) done = PyObject_CallFunctionObjArgs(watch.increment_version, written, NULL);
+    Py_XDECREF(written);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
 }
 
 static PyObject *replay(Program *p, const Sight *s) {
