@@ -119,9 +119,13 @@ def _decoder(model: nn.Module) -> nn.Module:
 
 
 def watch(model: nn.Module) -> None:
-    """Makes later calls of a model check the bounds of packed sequences, by a `PackedCalls` hook.
+    """Adds a hook that checks how later calls of a model describe packed sequences.
 
-    A second call does nothing.
+    The hook, a `PackedCalls`, runs before the model's decoder. In calls without a cache, it logs a
+    warning if position_ids restart within a row but cu_seq_lens_q, the bounds of the packed
+    sequences, is missing (under QLA_CHECK=1 it raises Unsupported). It raises ValueError if
+    cu_seq_lens_q does not end where the row ends. A second call of `watch` changes nothing;
+    `forget` removes the hook.
     """
     module = _decoder(model)
     if not any(isinstance(x, PackedCalls) for x in module._forward_pre_hooks.values()):
@@ -130,7 +134,7 @@ def watch(model: nn.Module) -> None:
 
 
 def forget(model: nn.Module) -> None:
-    """Undoes `watch`: calls of the model no longer check the bounds of packed sequences."""
+    """Removes the hook that `watch` added: later calls of the model are not checked any more."""
     module = _decoder(model)
     hooks = module._forward_pre_hooks
     for key in [key for key, hook in hooks.items() if isinstance(hook, PackedCalls)]:

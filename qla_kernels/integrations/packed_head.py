@@ -25,12 +25,12 @@ FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")  # of logit
 
 
 class Task(NamedTuple):
-    """What a head computes in place of logits while `packed_head` is active.
+    """Record: the batch and the settings with which a `PackedHead` computes log-probabilities.
 
     Attributes:
-        batch: the batch, whose targets' log-probabilities are computed.
-        temperature: divides the logits.
-        in_fp32: True if the head's products are computed in fp32, without autocast.
+        batch: the packed batch. Its targets are the tokens whose log-probabilities are wanted.
+        temperature: logits are divided by this number before the softmax.
+        in_fp32: True to multiply hidden states and the head's weight in fp32, without autocast.
     """
 
     batch: SharedBatch
@@ -39,14 +39,16 @@ class Task(NamedTuple):
 
 
 class PackedHead:
-    """The forward of a model's head while `packed_head` is active.
+    """Replacement forward of a model's LM head, which returns log-probabilities instead of logits.
 
-    A call takes hidden states [1, M, D] and returns [1, L, 2]: log-probability and entropy of each
-    target. Both are divided by `factor`, because the model multiplies what it takes for logits.
+    `packed_head` installs it for a `with` block. It is called with the hidden states [1, M, D] of
+    the M tokens that predict a target, and returns [1, L, 2]: log-probability and entropy of each
+    of the L targets (tokens whose log-probabilities are wanted). Some models multiply the output of
+    their head by a factor; both results are divided by it first, which cancels that.
 
     Args:
-        head: the module of the head.
-        factor: the number by which the model multiplies logits, 1 for most models.
+        head: the LM head, a module from D to the vocabulary.
+        factor: the factor by which the model multiplies logits, 1 for most models.
     """
 
     def __init__(self, head: nn.Module, factor: float) -> None:
@@ -74,20 +76,22 @@ class PackedHead:
 def packed_head(
     model: Any, batch: SharedBatch, *, temperature: float = 1.0, in_fp32: bool = False
 ) -> Iterator[Callable[[Any], tuple[Tensor, Tensor]]]:
-    """Makes a model compute log-probabilities in place of logits while a `with` block runs.
+    """Context manager in which a model returns log-probabilities of a batch's targets, not logits.
 
-    Yields a function: given the output of the model, it returns the log-probabilities and the
-    entropies of the batch's targets, both [L].
+    Targets are the L tokens whose log-probabilities are wanted, such as all tokens of responses.
+    Call the model in the block, by `out = model(**batch.model_inputs())`. The `as` variable of the
+    block is a function: given `out`, it returns the log-probabilities and the entropies of the
+    targets, each [L].
 
     Args:
-        model: a model of transformers after `transformers_dualkv.prepare`, without wrappers such as
-            DDP.
-        batch: the batch with which the block calls the model.
-        temperature: divides the logits.
-        in_fp32: compute the head's products in fp32, without autocast; its weight must be fp32.
+        model: a transformers model after `transformers_dualkv.prepare`, which selects this
+            package's attention. Pass the model itself, not a wrapper such as DDP.
+        batch: the packed batch with which the block calls the model.
+        temperature: logits are divided by this number.
+        in_fp32: multiply hidden states and the head's weight, which must be fp32, without autocast.
 
     Raises:
-        Unsupported: the model caps its logits.
+        Unsupported: the model caps its logits (final_logit_softcapping).
     """
     head = model.get_output_embeddings()
     installed: PackedHead = vars(head).get(KEPT) or PackedHead(head, _factor(model))

@@ -10,25 +10,28 @@ from qla_kernels.runtime.errors import need
 
 
 def depths(layout: SharedLayout) -> Tensor:
-    """Returns the position of each packed token in the sequences that contain it, [T] on the CPU.
+    """Returns the position ids of the T tokens of a packed batch, int64 [T] on the CPU.
 
-    Positions count from 0, the first token of the prompt; those of a response continue from its
-    prompt. `layout` describes a batch that stores each prompt once.
+    The batch stores each shared prompt once. Positions count from 0 at the first token of a prompt,
+    and those of each response continue from the end of its prompt.
+
+    Args:
+        layout: says which packed tokens form which sequence.
     """
     return _depths(layout)[0]
 
 
 def check_positions(op: str, layout: SharedLayout, position_ids: Any) -> None:
-    """Raises ValueError unless position_ids fit the layout of a batch with shared prompts.
+    """Raises ValueError if position_ids do not fit a packed batch that stores each prompt once.
 
     A prompt may begin at any position, but each response must continue where its prompt ended.
-    Waits for a GPU. The error names `op`.
+    Waits for the GPU if position_ids are there.
 
     Args:
-        op: the function that the error names.
-        layout: the layout of the batch, with T packed tokens.
-        position_ids: the positions of the T tokens. Anything else, such as None or positions of
-            several axes, is not checked, because layers of some models get that.
+        op: name of the function with which the error message begins.
+        layout: says which of the T packed tokens form which sequence.
+        position_ids: a tensor of T positions. Anything else, such as None or positions with several
+            axes, is not checked.
     """
     if not isinstance(position_ids, Tensor) or position_ids.numel() != layout.num_tokens:
         return

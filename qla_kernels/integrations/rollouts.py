@@ -34,14 +34,14 @@ POOL = "pool_of_qla_kernels"  # the attribute of a layer's part of a cache
 
 
 class CachedRows(NamedTuple):
-    """The states of a layer for a batch of B rows in `generate`: a pool with one slot per row.
+    """Record: the recurrent states of one layer for a batch of B rows during `generate`.
 
     Attributes:
-        pool: the pool.
+        pool: a `GdnPool` with one slot per row, which holds the states.
         slots: [B], the slot of each row: 0 .. B - 1.
-        state: [B, 2], the same numbers twice, which transformers stores as the layer's recurrent
-            state. After Cache.reorder_cache it stores another tensor, which says how to reorder
-            the slots.
+        state: [B, 2], each row's slot number, twice. transformers stores this small tensor as the
+            layer's recurrent state. If Cache.reorder_cache (beam search) permutes it, the next call
+            permutes the slots of the pool in the same way.
     """
 
     pool: GdnPool
@@ -50,17 +50,18 @@ class CachedRows(NamedTuple):
 
 
 class LayerCall:
-    """Runs the gated delta rule of one layer so that `generate` has the same bits as training.
+    """Callable that replaces a layer's gated delta rule: `generate` then has the bits of training.
 
-    A layer calls this object in place of its own function. The object needs the cache and the mask
-    of the layer's current call, which the layer does not pass to the function. `watch` therefore
-    installs two hooks: one before the layer's forward, which takes cache and mask from its
-    keywords, and one after it, which drops both. The second hook raises Unsupported if the layer
-    did not call this object, because something else may have replaced the function.
+    `swap(model, batch_invariant=True)` gives one to each gated-delta-net layer, which calls it with
+    q, k, v, g and beta in place of its own function. The layer does not pass its cache and
+    attention mask, so `watch` installs two forward hooks: the first stores cache and mask before
+    the layer runs, and the second drops them afterwards. The second hook raises Unsupported if the
+    layer's forward did not call this object, as when another library has replaced the function.
 
     Args:
-        handed_on: True if the layer passes its own keywords on to the function. The first hook then
-            adds this object to them.
+        handed_on: True if the layer passes the keywords of its forward on to the functions that it
+            calls, as since transformers 5.15. The first hook then adds this object to them, as
+            qla_layer_call.
     """
 
     def __init__(self, handed_on: bool) -> None:
@@ -72,12 +73,16 @@ class LayerCall:
         self.hooks: tuple[Any, ...] = ()
 
     def watch(self, layer: nn.Module) -> None:
-        """Installs the hooks that take cache and mask from each call of `layer`."""
+        """Installs two forward hooks on `layer`.
+
+        One stores the cache and the mask of a call before the layer runs; the other drops them
+        after it.
+        """
         begin = layer.register_forward_pre_hook(self._begin, with_kwargs=True)
         self.hooks = begin, layer.register_forward_hook(self._end, always_call=True)
 
     def forget(self) -> None:
-        """Removes the hooks that `watch` installed."""
+        """Removes the two hooks that `watch` installed on a layer."""
         for hook in self.hooks:
             hook.remove()
         self.hooks = ()
@@ -200,17 +205,17 @@ class LayerCall:
 
 
 def packed(tokens: Tokens, mask: Tensor) -> tuple[Tokens, Tensor, Tensor]:
-    """Packs the tokens of a padded batch: the sequences one after another, then all padding.
+    """Packs a padded batch [B, T] into one row: the B sequences end to end, then all padding.
 
-    The sequence of a row is its tokens from the first to the last one that the mask marks.
+    The sequence of a row runs from the first to the last token that the mask marks.
 
     Args:
-        tokens: tensors [B, T, ..]: q, k, v, g and beta.
+        tokens: the tensors q, k, v, g and beta, each [B, T, ..].
         mask: [B, T], 0 for padding.
 
     Returns:
-        The packed tokens [1, B T, ..]; the bounds of the sequences [B + 1]; and the index of each
-        packed token in the padded batch, [B T], counting its rows one after another.
+        The packed tensors, each [1, B T, ..]; the bounds of the sequences, [B + 1]; and for each
+        packed token its index b T + t in the padded batch, [B T].
     """
     there = (mask != 0).int()
     inside = (there.cumsum(1) > 0) & (there.flip(1).cumsum(1) > 0).flip(1)

@@ -12,11 +12,12 @@ OP = "router_loss"
 
 
 class Packed(Protocol):
-    """What `router_loss` needs of a packed batch: two properties, which a `SharedBatch` has.
+    """Protocol: the properties of a packed batch that `router_loss` reads; a `SharedBatch` fits.
 
     Attributes:
-        num_tokens: number of packed tokens, T.
-        multiplicity: [T], the number of sequences that contain each token; 0 for padding.
+        num_tokens: T, the number of packed tokens.
+        multiplicity: [T], the number of sequences that contain each token: 8 for the tokens of a
+            prompt with 8 responses, and 0 for padding.
     """
 
     @property

@@ -48,9 +48,10 @@ RAW: dict[str, Any] = {
 def register() -> None:
     """Adds the choice "qla" to SGLang's options for backends of linear attention.
 
-    SGLang calls this function when it loads plug-ins. A server then runs our kernels with
-    --linear-attn-prefill-backend qla and --linear-attn-decode-backend qla. Logs a warning and adds
-    nothing if SGLang is not installed, or has a version that was not tested.
+    SGLang calls this function when it loads plug-ins. A server with --linear-attn-prefill-backend
+    qla and --linear-attn-decode-backend qla then runs gated delta nets on this package's kernels.
+    If SGLang is not installed, or has a version that was not tested, logs a warning and adds
+    nothing.
     """
     if reason := unknown_version("sglang"):
         log.warning("%s; --linear-attn-backend %s is not available", reason, CHOICE)
@@ -74,17 +75,19 @@ def take_over(
     prefill_backend: Any,
     verify_backend: Any = None,
 ) -> None:
-    """Constructs SGLang's GDNKernelDispatcher with our kernels where the server's flags say "qla".
+    """Constructs SGLang's GDNKernelDispatcher, with this package's kernels if flags say "qla".
 
-    SGLang calls this function in place of the dispatcher's constructor. The dispatcher has kernels
-    for decoding, prefill and verification of drafts. Ours verifies if --linear-attn-verify-backend
-    is "qla", or if this flag is not set and ours decodes. The backends are read from the flags,
-    because the arguments only tell that a backend is not one of SGLang's own.
+    SGLang calls this hook in place of the dispatcher's constructor. A dispatcher has one kernel
+    each for decoding, prefill and verification of drafts. A kernel is replaced if its flag, such as
+    --linear-attn-decode-backend, is "qla"; that of verification also if its flag is not set and the
+    kernel of decoding is replaced.
 
     Args:
         construct: the original constructor.
         dispatcher: the object to construct.
-        decode_backend, prefill_backend, verify_backend: the backends that SGLang passes.
+        decode_backend, prefill_backend, verify_backend: the backends that SGLang chose for the
+            three kernels. They say only whether a backend is SGLang's own, so flags are read as
+            well.
     """
     from sglang.srt.runtime_context import get_exec
 
@@ -120,14 +123,18 @@ def take_over(
 
 
 def start(construct: Callable[..., None], backend: Any, model_runner: Any) -> None:
-    """Constructs SGLang's GDNAttnBackend; raises Unsupported if our kernels cannot run its layers.
+    """Constructs SGLang's GDNAttnBackend, and checks that this package's kernels can run it.
 
-    SGLang calls this function in place of the backend's constructor, when a server starts.
+    SGLang calls this hook in place of the backend's constructor, when a server starts.
 
     Args:
         construct: the original constructor.
         backend: the object to construct.
         model_runner: SGLang's object that has the model's dtype and the pool of states.
+
+    Raises:
+        Unsupported: this package's kernels were chosen for prefill or decoding, but cannot run the
+            layers' head sizes or dtypes.
     """
     construct(backend, model_runner)
     ours, kernels = kernel_class(), backend.kernel_dispatcher
@@ -148,7 +155,10 @@ def kernel_class() -> type:
 
 
 def kernel_on(base: Any) -> type:
-    """Returns a subclass of `base`, SGLang's LinearAttnKernelBase, that calls our kernels."""
+    """Returns a subclass of SGLang's LinearAttnKernelBase that calls this package's kernels.
+
+    `base` is that class. The subclass has methods for decoding, prefill and verification of drafts.
+    """
 
     class QlaGDNKernel(base):  # type: ignore[misc]
         """Runs decoding, prefill and verification of drafts on our kernels.

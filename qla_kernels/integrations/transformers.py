@@ -73,20 +73,22 @@ def chunk(
     qla_layer_call: LayerCall | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Runs the gated delta rule of a layer after `swap`, in training and prefill.
+    """Gated delta rule in training and prefill; replaces transformers' chunk_gated_delta_rule.
 
-    The layer calls this function in place of transformers' own `chunk_gated_delta_rule`, with the
-    same arguments, and gets the same results: o, and the final state or None.
+    After `swap`, gated-delta-net layers call this function with the arguments of the original one,
+    and get the same results: o [B, T, HV, V], and the final state or None.
 
     Args:
         q, k: [B, T, H, K].
         v: [B, T, HV, V].
-        shared_prefix: the layout of a batch that stores shared prompts once, or None.
-        qla_layer_call: runs the rule with the bits of `generate`, if `swap` got
-            batch_invariant=True; else None.
+        args, kwargs: the other arguments of `chunk_gated_delta_rule`, such as g and beta.
+        shared_prefix: the layout of a packed batch that stores shared prompts once; None for any
+            other batch.
+        qla_layer_call: if not None, runs the rule such that training and `generate` have the same
+            bits. None unless `swap` got batch_invariant=True.
 
     Raises:
-        Unsupported: packed sequences, in cu_seqlens, in a call with a cache; or a call that
+        Unsupported: the call has both cu_seqlens and a cache, or is one that this package's
             `chunk_gated_delta_rule` refuses.
     """
     q, k, v = readable(q, k, v)
@@ -124,21 +126,22 @@ def recurrent(
     qla_layer_call: LayerCall | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Runs the gated delta rule of a layer after `swap`, for decoding with a cache.
+    """Gated delta rule for decoding; replaces transformers' recurrent_gated_delta_rule.
 
-    The layer calls this function in place of transformers' own `recurrent_gated_delta_rule`, with
-    the same arguments, and gets the same results: o and the final state.
+    After `swap`, gated-delta-net layers call this function with the arguments of the original one,
+    and get the same results: o [B, T, HV, V] and the final state.
 
     Args:
         q, k: [B, T, H, K], with few tokens T, usually 1.
         v: [B, T, HV, V].
-        shared_prefix: must be None.
-        qla_layer_call: runs the rule with the bits of a training forward, if `swap` got
-            batch_invariant=True; else None.
+        args, kwargs: the other arguments of `fused_recurrent_gated_delta_rule`, such as g and beta.
+        shared_prefix: must be None, because packed batches with shared prompts have no cache.
+        qla_layer_call: if not None, runs the rule such that `generate` has the bits of a training
+            forward. None unless `swap` got batch_invariant=True.
 
     Raises:
         ValueError: shared_prefix is not None.
-        Unsupported: the call has bounds of packed sequences, cu_seqlens, or is one that
+        Unsupported: the call has both cu_seqlens and a cache, or is one that this package's
             `fused_recurrent_gated_delta_rule` refuses.
     """
     if shared_prefix is not None:
@@ -178,13 +181,13 @@ CALL = "call_of_qla_kernels"  # attribute of layers: a LayerCall, or None withou
 
 
 class SwappedLayers(NamedTuple):
-    """How many gated-delta-net layers of a model call our functions, and how many do not.
+    """Record: how many gated-delta-net layers of a model call this package's functions.
 
     str(x) is a sentence such as "qla_kernels runs in 36 of 36 Qwen3NextGatedDeltaNet".
 
     Attributes:
-        ours: for each layer class, by its name, the number of layers that call our functions.
-        others: likewise, the number of layers that do not.
+        ours: number of layers that call this package's functions, by the name of the layer's class.
+        others: number of layers that do not, by the name of the layer's class.
     """
 
     ours: dict[str, int]
@@ -200,31 +203,35 @@ class SwappedLayers(NamedTuple):
 def swap(
     model: nn.Module, batch_invariant: bool | None = None, recompute: bool | None = None
 ) -> int:
-    """Makes the gated-delta-net layers of a model run on our kernels; a repeat changes nothing.
+    """Makes the gated-delta-net layers of a transformers model run on this package's kernels.
 
-    Since transformers 5.15 layers call functions of their Python module. `swap` replaces these, and
-    so changes such layers of other models too. Later calls of the model without a cache are
-    checked: if these layers would mix the packed sequences of a row, a warning is logged, and if
-    the bounds of the sequences, cu_seq_lens_q, do not end where the row ends, ValueError is raised.
+    Since transformers 5.15, the layers call functions of their Python module. `swap` replaces
+    these, so other models with the same class of layer change too. `restore` undoes it; a second
+    call of `swap` changes only the settings that it is given.
+
+    Later calls of the model without a cache are checked. A warning is logged if position_ids
+    restart within a row but cu_seq_lens_q is missing, because the layers then mix the packed
+    sequences of the row. ValueError is raised if cu_seq_lens_q does not end where the row ends.
 
     Args:
-        model: a model of transformers, or another module that contains such layers.
+        model: a transformers model, or another module that contains such layers.
         batch_invariant: True gives the gated delta rule of a token the same bits in a training
-            forward without a cache and in `generate`, whatever else is in the batch; calls for
-            which this is impossible raise Unsupported. None: no change for layers that are already
-            swapped; otherwise True under QLA_BATCH_INVARIANT=1.
-        recompute: True saves memory in training: results of convolutions and gated norms are not
-            saved, and the backward computes them again. This works in the layers that `whole`
-            counts; logs a warning if there are none. None: no change for layers that are already
-            swapped; otherwise False.
+            forward and in `generate`, whatever else is in the batch; calls for which this is
+            impossible raise Unsupported. None: layers that are already swapped keep their setting;
+            for others, the environment variable QLA_BATCH_INVARIANT decides.
+        recompute: True saves memory in training: the backward recomputes convolutions and gated
+            norms. Works only in layers whose whole forward is replaced (`whole` counts them); logs
+            a warning if there are none. None: layers that are already swapped keep their setting;
+            others get False.
 
     Returns:
-        The number of layers of `model` that call our functions; logs a warning if it is 0.
+        The number of layers of `model` that call this package's functions; logs a warning if it is
+        0.
 
     Raises:
-        TypeError: `model` is no module.
-        Unsupported: `model` contains a DataParallel, or a layer on a GPU whose sizes our functions
-            refuse. A layer that moves to a GPU later raises in its first call.
+        TypeError: `model` is not a torch.nn.Module.
+        Unsupported: `model` contains a DataParallel, or a layer on a GPU whose head sizes the
+            kernels do not have. A layer that moves to a GPU later raises in its first call.
     """
     expect_module("swap", model)
     again = None if recompute is None else flag("swap", "recompute", recompute)
@@ -260,11 +267,14 @@ def swap(
 
 
 def restore(model: nn.Module) -> int:
-    """Undoes `swap`; returns the number of layers whose original functions were restored.
+    """Undoes `swap`: the gated-delta-net layers of a model call transformers' own functions again.
 
-    If the layers call functions of their Python module, as since transformers 5.15, these are
-    restored, which undoes `swap` for such layers of other models too. If
-    `transformers_dualkv.prepare` selected our attention, it stays selected.
+    Since transformers 5.15, these are functions of a Python module, so other models with the same
+    class of layer are restored too. The attention that `transformers_dualkv.prepare` selected stays
+    selected.
+
+    Returns:
+        The number of layers of `model` that were restored, 0 if none was swapped.
     """
     expect_module("restore", model)
     packed_calls.forget(model)
@@ -288,11 +298,14 @@ def restore(model: nn.Module) -> int:
 
 
 def status(model: nn.Module) -> SwappedLayers:
-    """Counts the gated-delta-net layers of a model that call our functions, and those that do not.
+    """Counts which gated-delta-net layers of a model call this package's functions.
 
-    Our functions raise an error for calls that they refuse. So if a forward of the model raised
-    none, they ran in the layers that the field `ours` counts, unless another library replaced the
-    forward of such a layer.
+    This package's gated delta rule has no fallback: it raises an error for calls that it cannot
+    run. So if a forward of the model raised none, it ran in all layers of the field `ours`, unless
+    another library replaced the forward of such a layer.
+
+    Returns:
+        A record with the fields `ours` and `others`: numbers of layers, by the name of their class.
     """
     expect_module("status", model)
     layers = [(layer, BEFORE in layer.__dict__) for layer in _holders(model)]
@@ -305,11 +318,13 @@ def status(model: nn.Module) -> SwappedLayers:
 
 
 def whole(model: nn.Module) -> dict[str, int]:
-    """Counts, by class, the layers that `swap` made run `gated_delta_net` between projections.
+    """Counts the layers whose whole forward `swap` replaced; returns the numbers by class name.
 
-    These layers need fewer launches, and `swap(model, recompute=True)` saves memory in them. They
-    run `gated_delta_net` in calls without a cache, unless another library replaced their forward
-    later. The other layers that `swap` changed call one of our functions after the other.
+    In these layers, one call of `gated_delta_net` computes all that is between the input
+    projections and the output projection. They need fewer launches, and `swap(model,
+    recompute=True)` saves memory in them. In the other layers that `swap` changed, convolution and
+    gated delta rule are replaced one by one. Calls with a cache run the layer's original forward in
+    both.
     """
     expect_module("whole", model)
     layers = (layer for layer in model.modules() if mixers.is_taken_over(layer))
@@ -317,12 +332,15 @@ def whole(model: nn.Module) -> dict[str, int]:
 
 
 def layers_that_take_layouts(model: nn.Module) -> tuple[int, str | None]:
-    """Counts the gated-delta-net layers of a model that can run batches with shared prompts.
+    """Counts the gated-delta-net layers of a model that can run packed batches with shared prompts.
 
-    Such a batch stores each prompt once, and its `SharedLayout` says which tokens form which
-    sequence; other layers would take the whole row as one sequence. Returns (count, name): `name`
-    is the class of a counted layer whose forward another library replaced, so that it may not call
-    our functions, or None if there is no such layer.
+    Such a batch is one row that stores each prompt once; its `SharedLayout` says which tokens form
+    which sequence. Layers follow the layout after `swap`; other layers would take the row as one
+    sequence.
+
+    Returns:
+        (count, name). `name` is the class of a counted layer whose forward another library
+        replaced, so that it may not follow the layout; None if there is no such layer.
     """
     sharers = [(layer, home) for layer, home in _sharers(model) if _takes_layouts(home)]
     layers = [*filter(_follows, _holders(model)), *(layer for layer, _ in sharers)]
@@ -334,12 +352,14 @@ def layers_that_take_layouts(model: nn.Module) -> tuple[int, str | None]:
 
 
 def beside_layers_that_take_layouts(attention: nn.Module) -> bool:
-    """Returns whether the gated-delta-net layers around an attention layer can run shared prompts.
+    """Returns True if the gated-delta-net layers around an attention layer can run shared prompts.
 
-    A batch with shared prompts stores each of them once, and its `SharedLayout` says which tokens
-    form which sequence. After `swap`, the gated-delta-net layers of supported models follow it;
-    without `swap` they would take the whole row as one sequence. `attention` is an attention layer
-    of the same model.
+    A packed batch with shared prompts is one row that stores each prompt once; its `SharedLayout`
+    says which tokens form which sequence. Gated-delta-net layers follow the layout after `swap`;
+    before, they would take the row as one sequence.
+
+    Args:
+        attention: an attention layer of the model.
     """
     home = _home(attention)
     return getattr(attention, BESIDE, False) or (home is not None and _takes_layouts(home))

@@ -70,22 +70,24 @@ def register(name: str = "shared_prefix") -> None:
 
 
 def prepare(model: nn.Module, name: str = "shared_prefix") -> None:
-    """Prepares a model for batches that store shared prompts once, as in a `SharedBatch`.
+    """Prepares a transformers model for packed batches that store each shared prompt once.
 
-    Makes gated-delta-net layers call our functions (`integrations.transformers.swap`), checks the
-    model with `check`, and selects our attention.
+    Makes gated-delta-net layers run on this package's kernels (`integrations.transformers.swap`),
+    checks with `check` that the model gives right results, and selects this package's attention.
+    Then call `model(**batch.model_inputs())` with a `SharedBatch`.
 
-    Later calls with such a batch raise ValueError if they have an attention_mask, or if another
-    attention is selected. Other calls do not change.
+    Such a call raises ValueError if it has an attention_mask, or if another attention was selected
+    since. For calls without such a batch, first select another attention by
+    `model.set_attn_implementation`.
 
     Args:
-        model: a model of transformers, before DataParallel, DDP or FSDP wraps it.
-        name: the name under which our attention is registered.
+        model: a transformers model, before DataParallel, DDP or FSDP wraps it.
+        name: the name under which transformers gets this package's attention.
 
     Raises:
         TypeError: `model` is not such a model.
-        Unsupported: for the reasons of `register` and `check`. Gated-delta-net layers may then call
-            our functions already; their results are the same as before.
+        Unsupported: transformers is missing or too old, or `check` refuses the model.
+            Gated-delta-net layers may then be swapped already, which does not change their results.
     """
     expect_model(OP, model)
     register(name)
@@ -97,10 +99,10 @@ def prepare(model: nn.Module, name: str = "shared_prefix") -> None:
 
 
 def select(model: Any, name: str) -> None:
-    """Selects the attention that is registered as `name` for the decoder of a model.
+    """Selects an attention that is registered with transformers as `name` for a model's decoder.
 
-    The model's image tower, if there is one, keeps its attention;
-    `model.set_attn_implementation(name)` would change both.
+    An image tower keeps its attention, while `model.set_attn_implementation(name)` would change it
+    too.
     """
     text = text_config(model)
     parts = [
@@ -112,17 +114,18 @@ def select(model: Any, name: str) -> None:
 def check(model: Any) -> None:
     """Raises Unsupported if a model would give wrong results for batches with shared prompts.
 
-    A model may have layers with full causal attention, and gated-delta-net layers after
-    `integrations.transformers.swap`. Call `check` before the first step.
+    Call it before the first step. A model may have layers with full causal attention, and
+    gated-delta-net layers after `integrations.transformers.swap`.
 
     Args:
-        model: a model or its config. A config does not show whether the model can use our
-            attention, and not always whether the model is causal.
+        model: a transformers model or its config. A config does not show whether the attention of
+            the model can be replaced, and not always whether the model is causal.
 
     Raises:
-        TypeError: `model` is neither.
+        TypeError: `model` is neither a model nor a config.
         Unsupported: layers have sliding windows, capped scores, convolutions, a recurrence that was
-            not swapped, or attention to later tokens; or the model's attention cannot be replaced.
+            not swapped, or attention to later tokens; or the attention of the model cannot be
+            replaced.
     """
     expect_model_or_config(OP, model)
     kinds = layer_kinds(model)
@@ -160,25 +163,28 @@ def attend(
     cache: Any = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Computes the attention of a layer over a batch with shared prompts; transformers calls it.
+    """Computes the attention of a layer over a packed batch with shared prompts.
+
+    transformers calls this function in place of its own attention.
 
     Args:
         module: the attention layer.
-        query: [1, H, T, D].
+        query: [1, H, T, D], for the T packed tokens.
         key, value: [1, Hk, T, D].
-        scaling: factor of the scores.
+        scaling: factor of the scores; D ** -0.5 if None.
         shared_prefix: the layout of the batch, which says which tokens see each other.
 
-    Other arguments are options of transformers; those that would change the result are refused.
+    The other arguments are options of transformers. Those that would change the result must be
+    unset.
 
     Returns:
         (o [1, T, H, D], None): transformers expects a second result.
 
     Raises:
-        ValueError: there is no layout, more than one row, a mask, a cache, or (on the CPU, or under
-            QLA_CHECK=1) positions that do not follow the layout.
-        Unsupported: the layer has an option besides causal attention, or other layers of the model
-            would ignore the layout.
+        ValueError: shared_prefix is missing, or the call has several rows, an attention_mask or a
+            cache. On the CPU, and under QLA_CHECK=1, also if position_ids do not fit the layout.
+        Unsupported: the layer has dropout, a sliding window, or another option besides causal
+            attention; or other layers of the model would ignore the layout.
     """
     if shared_prefix is None:
         got, fix = "a call without shared_prefix", "pass shared_prefix=batch.layout to the model"

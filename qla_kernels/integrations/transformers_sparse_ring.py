@@ -53,18 +53,20 @@ OnIndex = Callable[[int | None, Tensor, Tensor, VSIndex], None]
 
 @dataclass(frozen=True)
 class SparseRingConfig:
-    """Settings of our sparse attention for one call: model(.., sparse_ring=SparseRingConfig(..)).
+    """Settings of sparse attention for one call: model(.., sparse_ring=SparseRingConfig(..)).
 
-    Without group and layout, the whole sequence is on this rank.
+    Without group and layout, this rank has the whole sequence.
 
     Attributes:
         group: the ranks that share the sequence, from `RingGroups.create`.
         layout: which rank holds which tokens, such as StripedLayout(world).
-        pattern: how the mask is chosen, for all layers, or by the number of the layer.
-        schedule: how k and v reach the other ranks; see `sparse_ring_attention`.
+        pattern: how the mask is chosen; one pattern for all layers, or a dict by layer number.
+        schedule: how k and v reach the other ranks: all at once ("allgather"), step by step
+            ("ring", "double_ring"), or what suits the group ("auto"). See `sparse_ring_attention`.
         dense_layers: numbers of the layers, from 0, that use full causal attention.
         seqlen: number of tokens of the whole sequence before the padding; None for no padding.
-        keep_gathered: save k and v of all ranks for the backward; see `sparse_ring_attention`.
+        keep_gathered: with "allgather", save the gathered k and v for the backward, which otherwise
+            gathers them again.
         on_index: called after each layer's attention with the layer's number, this rank's q and k,
             and the `VSIndex` of the layer's mask.
     """
@@ -88,19 +90,21 @@ def register() -> None:
 
 
 def prepare(model: Any) -> None:
-    """Prepares a model for calls with the keyword `sparse_ring`, a `SparseRingConfig`.
+    """Prepares a transformers model for calls with the keyword `sparse_ring`, a `SparseRingConfig`.
 
-    Checks the model with `check`, and selects our sparse attention.
+    Checks the model with `check`, and selects `sparse_ring_attention` as its attention.
 
-    Later calls with `sparse_ring` and an attention_mask, which transformers would drop, or with
-    another attention selected, raise a ValueError. Other calls do not change.
+    A later call with `sparse_ring` raises ValueError if it has an attention_mask, which
+    transformers would drop, or if another attention was selected since. For calls without
+    `sparse_ring`, such as generation, first select another attention by
+    `model.set_attn_implementation`.
 
     Args:
-        model: a model of transformers, before another module wraps it.
+        model: a transformers model, before another module such as DDP wraps it.
 
     Raises:
         TypeError: `model` is not such a model.
-        Unsupported: for the reasons of `check`; the model is then unchanged.
+        Unsupported: `check` refuses the model, which is then unchanged.
     """
     expect_model(NAME, model)
     register()
@@ -112,17 +116,17 @@ def prepare(model: Any) -> None:
 def check(model: Any) -> None:
     """Raises Unsupported if a model has layers other than full causal attention.
 
-    Our sparse attention replaces full causal attention. Other layers would silently treat the
-    tokens of a rank as a whole sequence, so call `check` before the first step.
+    Call it before the first step. Sparse attention over several ranks replaces full causal
+    attention; other layers would silently treat the tokens of one rank as a whole sequence.
 
     Args:
-        model: a model or its config. A config does not show whether the model can use our
-            attention, and not always whether the model is causal.
+        model: a transformers model or its config. A config does not show whether the attention of
+            the model can be replaced, and not always whether the model is causal.
 
     Raises:
-        TypeError: `model` is neither.
+        TypeError: `model` is neither a model nor a config.
         Unsupported: layers have sliding windows, capped scores, a recurrence, convolutions or
-            attention to later tokens; or the model's attention cannot be replaced.
+            attention to later tokens; or the attention of the model cannot be replaced.
     """
     expect_model_or_config(NAME, model)
     complaint = anything_else(model)
@@ -150,26 +154,29 @@ def attention(
     sparse_ring: SparseRingConfig | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Computes the sparse attention of a layer; transformers calls it.
+    """Computes the sparse attention of a layer, over one rank or a ring of ranks.
+
+    transformers calls this function in place of its own attention.
 
     Args:
         module: the attention layer.
         query: [B, H, L, D], for the L tokens of this rank.
         key, value: [B, Hk, L, D].
-        scaling: factor of the scores.
+        scaling: factor of the scores; D ** -0.5 if None.
         sparse_ring: the settings that the model's call passed.
 
-    Other arguments are options of transformers; those that would change the result are refused.
+    The other arguments are options of transformers. Those that would change the result must be
+    unset.
 
     Returns:
         (o [B, L, H, D], None): transformers expects a second result.
 
     Raises:
-        Unsupported: the keyword sparse_ring is missing, or the layer has an option besides causal
-            attention.
+        Unsupported: sparse_ring is missing or has no pattern for this layer, or the call has a
+            mask, a cache or another option besides causal attention.
         ValueError: sparse_ring names a layer that the model does not have. On the CPU, and under
             QLA_CHECK=1, also if position_ids restart within the sequence or do not fit the layout;
-            in a ring, every rank raises this error.
+            every rank of a ring raises this error.
     """
     if sparse_ring is None:
         fix = "pass sparse_ring=SparseRingConfig(...) to the model's call"
@@ -226,8 +233,11 @@ def _check_numbers(settings: SparseRingConfig, config: Any) -> None:
 def check_layers(layers: Iterable[int], config: Any, option: str = "dense_layers") -> None:
     """Raises ValueError if a number in `layers` is not the number of a layer of the model.
 
-    Layers are numbered from 0. `config` is the model's config, and `option` is the option that the
-    error names.
+    Args:
+        layers: layer numbers, which count from 0.
+        config: the model's config. If it does not say how many layers there are, nothing is
+            checked.
+        option: the option that the error names.
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     count = getattr(text, "num_hidden_layers", None)

@@ -36,14 +36,16 @@ log = logging.getLogger("qla_kernels")
 
 
 def shared_prefix_trainer(base: type) -> type:
-    """Returns a subclass of a TRL trainer that computes each prompt of a batch once.
+    """Returns a subclass of a TRL trainer whose training steps compute each prompt once.
 
-    A group is the responses to one prompt. In training steps the model runs on batches that store
-    the prompt of each group once, and other beginnings that rows share, such as turns of an agent
-    before it branches. Log-probabilities are computed without storing logits. The model uses our
-    attention there, and its own in generation and after `train` and `evaluate`. Where TRL shuffles
-    rows, the new class shuffles whole groups. The first step logs how many times fewer tokens the
-    model runs. If a batch splits groups, a warning says how to avoid that.
+    In training steps the model runs on packed batches. These store each prompt once for all of its
+    responses, and any other beginning that rows share, such as the turns of an agent before it
+    branches. Log-probabilities are computed without storing logits. In these steps the model uses
+    this package's attention; in generation, and after `train` and `evaluate`, its own.
+
+    Where TRL shuffles rows, the responses to a prompt stay together. If a batch has only some of
+    the responses to a prompt, a warning says how to avoid that. The first step logs how many times
+    fewer tokens the model runs.
 
     Args:
         base: trl.GRPOTrainer, trl.RLOOTrainer or a subclass. The constructor of the new class has
@@ -52,9 +54,9 @@ def shared_prefix_trainer(base: type) -> type:
     Raises:
         TypeError: `base` is no such class.
         Unsupported: TRL cannot be imported or is too old, or `base` overrides TRL's method
-            `_get_per_token_logps_and_entropies`. The constructor of the new class raises
-            Unsupported for models that `transformers_dualkv.check` refuses, and a training step
-            raises it for batches with images.
+            `_get_per_token_logps_and_entropies`. The constructor of the new class raises it for
+            models that `transformers_dualkv.check` refuses, and a training step for batches with
+            images.
     """
     _check_release()
     if not isinstance(base, type) or not hasattr(base, METHOD):
@@ -185,7 +187,7 @@ def shared_prefix_trainer(base: type) -> type:
 
 
 class Results(NamedTuple):
-    """What a training step needs of a forward of the model, for B sequences padded to W columns.
+    """Record: what a forward computes for B sequences, with responses padded to W columns.
 
     Attributes:
         logps: [B, W], the log-probability of each response token; 0 for padding.

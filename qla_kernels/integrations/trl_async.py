@@ -29,11 +29,11 @@ HOME = "trl.experimental.async_grpo.async_grpo_trainer"
 
 
 def shared_prefix_async_trainer(base: type) -> type:
-    """Returns a subclass of TRL's AsyncGRPOTrainer that runs on our kernels.
+    """Returns a subclass of TRL's AsyncGRPOTrainer whose model runs on this package's kernels.
 
-    Its constructor prepares the model with `transformers_dualkv.prepare`. TRL packs sequences into
-    a tree that stores shared prefixes once; during `train`, our attention and our gated-delta-net
-    layers follow this tree, and afterwards the model has its own attention again. In the
+    TRL packs sequences into a tree that stores shared prefixes once. During `train`, attention and
+    gated-delta-net layers compute each node of this tree once. The constructor prepares the model
+    by `transformers_dualkv.prepare`; after `train` the model has its own attention again. In the
     load-balancing loss of MoE models a packed token counts once, as in TRL. The first step logs how
     many times fewer tokens the model runs.
 
@@ -42,8 +42,8 @@ def shared_prefix_async_trainer(base: type) -> type:
             arguments.
 
     Raises:
-        Unsupported: the installed TRL is not 1.16. The constructor of the new class raises
-            Unsupported for models that `transformers_dualkv.check` refuses.
+        Unsupported: the installed TRL is not 1.16. The constructor of the new class raises it for
+            models that `transformers_dualkv.check` refuses.
     """
     home = _trainer_module()
 
@@ -77,13 +77,12 @@ def shared_prefix_async_trainer(base: type) -> type:
 
 
 class TreeToLayout:
-    """A forward pre-hook of a model: translates TRL's description of a packed batch into ours.
+    """Forward pre-hook of a model: turns TRL's keywords of a packed batch into a `SharedLayout`.
 
-    TRL packs sequences into a tree, which stores shared prefixes once, and describes it in keywords
-    `tree_...` of the model's call. The hook removes these keywords, and passes the same tree as a
-    `SharedLayout` in the keyword `shared_prefix`, which our attention and our gated-delta-net
-    layers read. Calls without `tree_...` keywords do not change. The first call with a tree logs
-    how many times fewer tokens the tree has than the sequences.
+    TRL packs sequences into a tree, which stores shared prefixes once, and passes it to the model
+    in keywords `tree_...`. The hook replaces these by the keyword `shared_prefix`, which this
+    package's attention and gated-delta-net layers read. Calls without `tree_...` keywords do not
+    change. The first call with a tree logs how many times fewer tokens it has than the sequences.
     """
 
     def __init__(self) -> None:
@@ -105,23 +104,23 @@ class TreeToLayout:
 
 
 def forest(cu_seqlens_q: list[int], cu_seqlens_k: list[int]) -> tuple[list[int], list[int]]:
-    """Returns (lengths, parents) of the segments of a tree into which TRL packed sequences.
+    """Computes the tree into which TRL packed sequences, from TRL's two tensors of bounds.
 
-    A segment is a run of consecutive tokens that the same sequences contain, such as a prompt. The
-    segments come in depth-first order, and `SharedLayout.from_forest` takes the result. TRL passes
-    only lengths: a segment's own, and that of the path from the first token of its sequences to its
-    end. So the parent of a segment is the segment, on the path to the previous one, that ends where
-    this one begins.
+    A segment of the tree is a run of tokens that the same sequences contain, such as a prompt; its
+    path is everything from the first token of these sequences to its end. TRL gives the lengths of
+    segments and of their paths, in depth-first order. The parent of a segment is found on the path
+    of the segment before: it ends where its child begins.
 
     Args:
         cu_seqlens_q: [segments + 1] bounds; their differences are the lengths of the segments.
         cu_seqlens_k: [segments + 1] bounds; their differences are the lengths of the paths.
 
     Returns:
-        The number of tokens of each segment, and the index of its parent, -1 if it has none.
+        (lengths, parents), for `SharedLayout.from_forest`: the number of tokens of each segment,
+        and the index of its parent, -1 for a segment that begins its sequences.
 
     Raises:
-        ValueError: a segment begins at a depth at which no segment before it ends.
+        ValueError: a segment begins at a depth at which no path before it ends.
     """
     lengths = [b - a for a, b in pairwise(cu_seqlens_q)]
     ends = [b - a for a, b in pairwise(cu_seqlens_k)]

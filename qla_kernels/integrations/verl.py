@@ -41,19 +41,19 @@ SAYS_CUT, STEP = "_qla_kernels_said_cut", "_qla_kernels_step"
 
 
 def patch() -> None:
-    """Patches veRL so that its engines compute each prompt of a micro-batch once.
+    """Patches veRL to compute each prompt of a micro-batch once, and not once per response.
 
-    An engine is veRL's wrapper of a model; those that are built later change. A second call does
-    nothing. In a trainer's process, the trainer also gives all responses of a prompt to one rank
-    (see verl_trainers.py). Our head computes log-probabilities, also with use_fused_kernels, in
-    place of veRL's own fused head.
+    Changes veRL's FSDP engines (its wrappers of models) that are built later. Log-probabilities are
+    computed without storing logits, which also replaces veRL's fused head of use_fused_kernels. In
+    the process of a trainer, the trainer then gives all responses of a prompt to one rank. A second
+    call does nothing.
 
     Building an engine raises Unsupported for models that `transformers_dualkv.check` refuses, and
     for settings that packed batches do not support: Ulysses, and padding to a fixed length. An
     engine warns once if max_token_len_per_gpu splits the responses of a prompt.
 
     Raises:
-        Unsupported: veRL cannot be imported, or lacks a function that is patched. The version is
+        Unsupported: veRL cannot be imported, or lacks a function that is patched. Its version is
             not checked.
     """
     home = _engines()
@@ -168,9 +168,9 @@ def _offload_without_head(
 def pack(micro_batch: Any) -> SharedBatch:
     """Packs the sequences of a veRL micro-batch into a batch that stores shared prefixes once.
 
-    The sequences are the rows of its nested tensor input_ids, prompts with responses; all tokens of
-    responses are targets. Raises Unsupported if the micro-batch has images, or asks for
-    distillation or sums of squared probabilities.
+    The sequences, prompts with responses, are the rows of the micro-batch's nested tensor
+    input_ids. Log-probabilities of all tokens of responses will be computed. Raises Unsupported if
+    the micro-batch has images, or asks for distillation or sums of squared probabilities.
     """
     images = value(micro_batch, "multi_modal_inputs")
     options = [name for name in NOT_PACKED if value(micro_batch, name)]
@@ -226,10 +226,14 @@ def response_lengths(data: Any) -> list[int]:
 
 
 def turns_of(data: Any) -> dict[int, list[int]]:
-    """Returns rows that belong together: by the first row, all rows that continue it.
+    """Finds rows that are turns of one dialogue; returns {first row: [first row, later turns]}.
 
-    A row continues another if its prompt begins with all tokens of the other, as an agent's later
-    turn does whose prompt is the dialogue so far. A row that continues no other is a first row.
+    A row is a later turn of another row if its prompt begins with all tokens of that row, as when
+    the prompt of an agent's next turn is the dialogue so far. A row that is no later turn is a
+    first row, often the only one in its list.
+
+    Args:
+        data: veRL's batch, with the nested tensor input_ids and an entry "responses".
     """
     sequences, lengths = data["input_ids"].unbind(), response_lengths(data)
     texts = [x.cpu().numpy().astype(">i8").tobytes() for x in sequences]  # sorted by tokens
@@ -249,10 +253,16 @@ def turns_of(data: Any) -> dict[int, list[int]]:
 
 
 def groups_of(data: Any, turns: Mapping[int, list[int]] | None = None) -> list[PaddedGroup]:
-    """Returns the groups of rows that have the same prompt, in the order of first rows.
+    """Groups the rows of a veRL batch that have the same prompt; groups are in the order of rows.
 
-    With `turns`, from `turns_of`, groups are of first rows, whose response counts the packed tokens
-    of later turns as well.
+    Args:
+        data: veRL's batch, with the nested tensor input_ids and an entry "responses".
+        turns: {first row: [first row, later turns]} from `turns_of`, or None. If passed, only first
+            rows are in groups. The tokens that later turns add are counted as part of the first
+            row's response, those that several turns share once.
+
+    Returns:
+        A `PaddedGroup` per prompt: row numbers, length of the prompt, and length of each response.
     """
     sequences, lengths = data["input_ids"].unbind(), response_lengths(data)
     rows_of: dict[tuple[int, ...], list[int]] = {}
@@ -296,11 +306,23 @@ def micro_batches(
     at_least: int = 1,
     turns: Mapping[int, list[int]] | None = None,
 ) -> list[list[int]]:
-    """Splits rows into micro-batches of at most max_tokens packed tokens; returns row numbers.
+    """Splits groups of rows into micro-batches of at most max_tokens packed tokens.
 
-    If a group is split, each of its micro-batches has the prompt, and results stay exact. At least
-    `at_least` micro-batches are returned, or one per row if there are fewer rows. With `turns`, the
-    groups are of first rows, which later turns follow.
+    A packed micro-batch stores the prompt of a group once. A group with more tokens is split: each
+    of its micro-batches repeats the prompt, and results stay exact.
+
+    Args:
+        groups: the rows with the same prompt, and their lengths, from `groups_of`.
+        max_tokens: the most tokens of a micro-batch.
+        at_least: the least number of micro-batches; if there are fewer rows, each row is one.
+        turns: {first row: [first row, later turns]}, if `groups_of` got it; later turns of a
+            dialogue then go where its first row goes.
+
+    Returns:
+        The row numbers of each micro-batch.
+
+    Raises:
+        ValueError: a prompt and a response together have more than max_tokens tokens.
     """
     (plan,) = plan_microbatches([(g.prompt, g.responses) for g in groups], max_tokens)
     batches = [[groups[g].rows[i] for g, chosen in pieces for i in chosen] for pieces in plan]

@@ -27,7 +27,7 @@ log = logging.getLogger("qla_kernels")
 
 
 class Row(NamedTuple):
-    """The size of a row of veRL's batch: a prompt with one response.
+    """Record: the size of one row of veRL's batch, which is a prompt with one response.
 
     Attributes:
         group: label of the prompt; rows with equal labels have the same prompt.
@@ -43,8 +43,9 @@ class Row(NamedTuple):
 def patch_trainers() -> None:
     """Makes veRL's trainers in this process give all responses of a prompt to one rank.
 
-    Changes only trainers whose modules were imported before; a worker process has none. A second
-    call does nothing.
+    Only responses on the same rank can share the computation of their prompt. Changes the trainer
+    classes whose modules were imported before; a worker process has none. A second call does
+    nothing.
     """
     for module, name in TRAINERS.items():
         home = sys.modules.get(module)
@@ -85,10 +86,12 @@ def _by_groups(home: Any, theirs: Any) -> Any:
 
 
 def rows_of(batch: Any) -> list[Row]:
-    """Returns the group and the sizes of each row of a batch of veRL's trainers.
+    """Returns a `Row` for each row of a batch of veRL's trainers: label of its prompt, and lengths.
 
-    veRL has two trainers, and a type of batch for each. The result is empty if the batch does not
-    say which rows have the same prompt.
+    Returns an empty list if the batch does not say which rows have the same prompt.
+
+    Args:
+        batch: the batch of PPOTrainer (with `tags`), or of RayPPOTrainer (with `non_tensor_batch`).
     """
     if hasattr(batch, "tags"):  # keys are {uid}_{session}_{index}
         return [
@@ -109,15 +112,18 @@ def rows_of(batch: Any) -> list[Row]:
 
 
 def deal(rows: Sequence[Row], lists: int) -> list[list[int]]:
-    """Distributes rows over lists with equal numbers of rows and about equal work.
+    """Distributes rows over lists, with equal numbers of rows and about equal work in each list.
 
-    Returns the row numbers of each list. A group, the rows with the same prompt, stays together if
-    possible: the costliest group comes first, and each goes to the list with the least work among
-    those with room for the whole group. If no list has room for it, the group is split.
+    Rows with the same prompt stay in one list if possible. The costliest prompt comes first; each
+    goes to the list with the least work among those with room for all of its rows. If there is
+    none, its rows are split.
 
     Args:
-        rows: the rows; their number is a multiple of `lists`.
-        lists: the number of lists: mini-batches of all ranks.
+        rows: label and lengths of each row; their number is a multiple of `lists`.
+        lists: the number of lists: one for each mini-batch of each rank.
+
+    Returns:
+        The row numbers of each list.
     """
     groups: dict[str, list[int]] = {}
     for i, row in sorted(enumerate(rows), key=lambda x: x[1].group):  # not veRL's order by length

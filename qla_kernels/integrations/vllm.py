@@ -41,10 +41,11 @@ FLAGS: dict[str, Any] = {
 
 
 def register() -> None:
-    """Makes vLLM's gated-delta-net layers run on our kernels; vLLM calls it when it loads plug-ins.
+    """Makes vLLM's gated-delta-net layers run on this package's kernels.
 
-    Does nothing unless the environment variable VLLM_PLUGINS names "qla_kernels". Raises
-    Unsupported if vLLM is not installed, or has a version that was not tested.
+    vLLM calls this function when it loads plug-ins. It does nothing unless the environment variable
+    VLLM_PLUGINS names "qla_kernels". Raises Unsupported if vLLM is not installed, or has a version
+    that was not tested.
     """
     if NAME not in os.environ.get("VLLM_PLUGINS", "").split(","):
         return
@@ -91,10 +92,10 @@ def _runs_alone(layer: Any) -> bool:
 
 
 def layer_on(engine: Any) -> type:
-    """Returns a subclass of vLLM's gated-delta-net layer that runs on our kernels.
+    """Returns a subclass of vLLM's gated-delta-net layer that runs on this package's kernels.
 
     `engine` is vLLM's module qwen_gdn_linear_attn, which defines the layer. Constructing the new
-    class raises Unsupported if our kernels cannot run the layer's sizes or dtypes.
+    class raises Unsupported if the kernels cannot run the layer's head sizes or dtypes.
     """
     base: Any = getattr(engine, LAYER)
 

@@ -30,10 +30,14 @@ PER_PAGE += ", %d of the state, %d of the last tokens; vLLM pads them to its blo
 def layer_on(engine: Any) -> type:
     """Returns a subclass of vLLM's gated-delta-net layer that computes the same bits as training.
 
-    Its gated delta rule gives the bits of `chunk_gated_delta_rule(.., batch_invariant=True)` over
-    the whole sequence. `engine` is vLLM's module qwen_gdn_linear_attn, which defines the layer.
-    Constructing the new class raises Unsupported if vLLM's settings or the layer's sizes do not
-    allow that.
+    Prefill and decoding give each token the bits of a training forward over the whole sequence by
+    `chunk_gated_delta_rule(.., batch_invariant=True)`, however vLLM batches requests.
+
+    Args:
+        engine: vLLM's module qwen_gdn_linear_attn, which defines the layer.
+
+    Constructing the new class raises Unsupported if vLLM's settings (such as speculative decoding)
+    or the layer's head sizes do not allow the same bits.
     """
     base: Any = getattr(engine, plain.LAYER)
 
@@ -68,10 +72,12 @@ def layer_on(engine: Any) -> type:
 
 
 def page_of(layer: Any) -> Page:
-    """Returns how our part of a page of vLLM's cache is laid out, for a layer on this rank.
+    """Returns how a page of vLLM's cache stores the gated delta rule's state of one sequence.
 
-    A page belongs to one sequence. Our part holds what a `GdnPool` has in a slot; the convolution's
-    last tokens, which vLLM stores in the same page, are not included.
+    The result, a `Page`, has the head counts and sizes of `layer` on this rank, from which the
+    sizes of the parts follow. They are the parts of a `GdnPool` slot: the state after whole chunks
+    of 64 tokens, and the tokens after them. The inputs that the convolution caches have a place of
+    their own in the page.
     """
     heads = layer.num_k_heads // layer.tp_size, layer.num_v_heads // layer.tp_size
     return Page(*heads, layer.head_k_dim, layer.head_v_dim, layer.model_config.dtype)
@@ -109,15 +115,17 @@ def refused(layer: Any, config: Any) -> str | None:
 
 
 def size_pages(layer: Any, config: Any) -> None:
-    """Tells vLLM how large a page of its cache must be for a gated-delta-net layer of ours.
+    """Tells vLLM the page size of its cache for a layer that computes the bits of training.
 
-    Replaces a method of the model's class that vLLM calls when it chooses the block size of
-    attention, so this must be called before. Raises Unsupported if the class has such a method of
-    its own.
+    Replaces a method of the model's class. vLLM calls that method when it chooses the block size of
+    attention, so call `size_pages` before.
 
     Args:
-        layer: the layer.
+        layer: the layer, whose shapes and dtypes of states give the size.
         config: vLLM's config.
+
+    Raises:
+        Unsupported: the model's class already has such a method of its own.
     """
     from vllm.model_executor.models import ModelRegistry
     from vllm.v1.kv_cache_interface import MambaSpec
