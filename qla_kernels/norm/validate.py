@@ -41,15 +41,18 @@ def refusal(
     op: str = OP,
     names: tuple[str, str] = ("x", "gate"),
 ) -> str | None:
-    """Returns the reason why this version cannot run the call, or None if it can run the call.
+    """Returns the reason why this version cannot run `gated_rms_norm`, or None if it can.
 
-    The answer is the same with and without gradients.
+    Call it with arguments that fit together. The answer is the same with and without gradients.
 
     Args:
-        x, gate, weight: as in `gated_rms_norm`, well formed.
-        capability: answer for a GPU of this compute capability, whatever the tensors' device.
-        op: the name of the function, which begins the returned text.
-        names: what that function calls x and gate.
+        x: heads of V columns: [B, T, HV, V], [T, HV, V] or [N, V].
+        gate: the input of the activation, with x's shape and dtype.
+        weight: [V].
+        capability: answer as if x were on a GPU of this compute capability; None for x's own
+            device.
+        op: name of the function with which the returned text begins.
+        names: what the returned text calls x and gate.
     """
     reason = _refused_everywhere(x, weight)
     if reason is None and (x.is_cuda or capability is not None):
@@ -59,7 +62,11 @@ def refusal(
 
 
 def flattens(x: Tensor) -> bool:
-    """Returns whether the tokens of x lie a constant distance apart."""
+    """Returns True if the tokens of x [B, T, HV, V] lie a constant distance apart in memory.
+
+    The stride of the batch is then T times that of the tokens. Tensors with fewer dimensions have
+    no batch: always True.
+    """
     if x.dim() < 4 or x.shape[0] == 1 or x.shape[1] == 1:
         return True
     return x.stride(0) == x.shape[1] * x.stride(1)
