@@ -26,21 +26,34 @@ def switched_on(name: str) -> bool:
 
 
 def check_activation(op: str, name: str, x: object, choices: Sequence[str | None]) -> None:
-    """Raises ValueError unless x is one of the activations that a function applies."""
+    """Raises ValueError unless x is in `choices`, the activations that a function can apply.
+
+    Args:
+        op, name: the function and the argument that the error names.
+        x: the argument's value, such as "silu"; None means no activation.
+        choices: the accepted values.
+    """
     if x not in choices:
         fix = "apply any other one to the result"
         raise ValueError(need(op, f"{name}={x!r}", alternatives(choices), fix))
 
 
 def check_epsilon(op: str, name: str, x: object) -> None:
-    """Raises ValueError unless x is a float that is not negative."""
+    """Raises ValueError unless x, the epsilon of a norm, is a finite float that is not negative.
+
+    `op` and `name` are the function and the argument that the error names.
+    """
     if type(x) is not float or not 0 <= x < float("inf"):
         needs, fix = "a float that is not negative", "pass the model's, such as 1e-6"
         raise ValueError(need(op, f"{name} is {x!r}", needs, fix))
 
 
 def check_null_slot(op: str, null_slot: object) -> None:
-    """Raises ValueError unless null_slot is -1 or 0."""
+    """Raises ValueError unless null_slot is -1 or 0.
+
+    null_slot is the number by which an inference engine marks padding in place of a sequence's slot
+    in a pool of states. `op` is the function that the error names.
+    """
     if type(null_slot) is not int or null_slot not in NULL_SLOTS:
         needs = "-1, or 0 where slot 0 of the pool is no state either"
         raise ValueError(need(op, f"null_slot is {null_slot!r}", needs, "pass one of them"))

@@ -12,11 +12,13 @@ class RankError(RuntimeError):
 
 @contextmanager
 def lost_ranks_explained(op: str, what: str) -> Iterator[None]:
-    """Turns a RuntimeError that torch.distributed raises in a `with` block into a RankError.
+    """Context manager that turns a RuntimeError of torch.distributed into a RankError.
+
+    Other errors, and a RankError, pass unchanged.
 
     Args:
-        op: the function's name, with which the message begins.
-        what: what failed, as a clause: "ranks could not exchange links".
+        op: name of the function with which the message begins.
+        what: what failed, as a clause, such as "a transfer between ranks failed".
     """
     try:
         yield
@@ -30,12 +32,13 @@ def lost_ranks_explained(op: str, what: str) -> Iterator[None]:
 
 
 def expect_equal(op: str, everyone: Sequence[Mapping[str, object]]) -> None:
-    """Raises a ValueError if the ranks of a group make different calls.
+    """Raises ValueError if the ranks of a group make different calls.
 
-    The error names the first property of the call in which a rank differs from rank 0.
+    The error names the first property of the call in which a rank differs from rank 0. A property
+    that a rank does not have is not compared.
 
     Args:
-        op: the function's name, with which the message begins.
+        op: name of the function with which the message begins.
         everyone: for each rank, the properties of its call by name, such as {"dtype": "bfloat16"}.
     """
     for rank, facts in enumerate(everyone):

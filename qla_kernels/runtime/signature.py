@@ -35,21 +35,38 @@ BOUNDS = "cu_seqlens [sequences + 1] int?"  # the entry of bounds of packed sequ
 
 
 class Size(NamedTuple):
-    """One axis of a shape."""
+    """Record: one axis of a shape in a signature, such as `N + 1`, `V+` or `4`.
+
+    Attributes:
+        name: name of the size, "N". All axes with the same name must agree. A number is its own
+            name.
+        extra: constant that is added to the named size: 1 in `N + 1`.
+        least: the smallest value of the named size: 1 for `V+`, else 0.
+    """
 
     name: str
-    extra: int  # entries beside those that the name counts
-    least: int  # that the name counts
+    extra: int
+    least: int
 
 
 class Entry(NamedTuple):
-    """One tensor of a signature."""
+    """Record: what a signature requires of one tensor, such as "weight [V] float?".
+
+    Attributes:
+        name: name of the argument.
+        forms: the allowed shapes, by number of dimensions; empty if any shape will do.
+        rule: "like" (shape and dtype of another tensor), "as" (its dtype), "wide" (its dtype, or
+            fp32 if that has more bits), or None.
+        other: name of the other tensor that `rule` refers to.
+        kind: "float" or "int" if the dtype must be one of these, else None.
+        optional: True if the argument may be None.
+    """
 
     name: str
-    forms: dict[int, tuple[Size, ...]]  # shapes, by rank; empty if any shape will do
-    rule: str | None  # "like", "as" or "wide" another tensor
+    forms: dict[int, tuple[Size, ...]]
+    rule: str | None
     other: str
-    kind: str | None  # of KINDS
+    kind: str | None
     optional: bool
 
     @classmethod
@@ -65,7 +82,15 @@ class Entry(NamedTuple):
         return cls(name, forms, rule, other, kind, optional is not None)
 
     def empty(self, tensors: Mapping[str, Any], sizes: Mapping[str, int]) -> Tensor | None:
-        """Returns an uninitialised tensor of this entry, or None if it is like None."""
+        """Allocates a tensor with the shape and dtype of this entry; returns it uninitialised.
+
+        Only for entries with a rule, which take the dtype from another tensor (`like x`, `as x`,
+        `wide x`). Returns None if that tensor is None.
+
+        Args:
+            tensors: the tensors of the call, by name.
+            sizes: the values of named sizes, such as {"V": 64}.
+        """
         other: Tensor | None = tensors[self.other]
         if other is None:
             return None
@@ -77,7 +102,13 @@ class Entry(NamedTuple):
         return other.new_empty(shape, dtype=torch.promote_types(other.dtype, wide))
 
     def fits(self, shape: torch.Size, sizes: dict[str, int]) -> bool:
-        """Returns whether a tensor may have this shape; adds the sizes that it decides."""
+        """Returns True if this entry allows a tensor of the given shape.
+
+        Args:
+            shape: the tensor's shape.
+            sizes: the values of named sizes, such as {"V": 64}. Names that are not in it yet are
+                added, with the values that `shape` gives them.
+        """
         if not self.forms:
             return True
         form = self.forms.get(len(shape))
@@ -89,9 +120,12 @@ class Entry(NamedTuple):
         return True
 
     def needs(self, shape: torch.Size, sizes: Mapping[str, int]) -> str:
-        """Returns what the shape has to be as text, such as "[channels, width] = (8, 4)".
+        """Describes the shape that this entry requires, such as "[channels, width] = (8, 4)".
 
-        Sizes that any tensor may have are those of `shape`, if that has the rank of the only form.
+        Args:
+            shape: the wrong shape, for the error message. If it has the right number of dimensions,
+                sizes that are still free get its values.
+            sizes: the values of the named sizes that earlier tensors have fixed.
         """
         forms = list(self.forms.values())
         letters = [f"[{', '.join(x + f' + {n}' * (n > 0) for x, n, _ in form)}]" for form in forms]
@@ -112,20 +146,26 @@ class Entry(NamedTuple):
 
 
 class Signature:
-    """The tensors of a function.
+    """The shapes and dtypes that a function requires of its tensors, parsed from a short text.
+
+    For example Signature("x [N, V]; weight [V] float?"): x is a matrix of any dtype, and weight,
+    which may be None, is a floating-point vector with as many elements as x has columns.
 
     Attributes:
-        entries: one for each tensor, in the order in which they are checked.
-        given: the names of sizes that callers pass.
-        fits: a function of the tensors that returns whether they are as the entries say.
+        entries: an `Entry` for each tensor, in the order of the text.
+        numbers: the sizes that are numbers in the text, such as {"4": 4} for "weight [C, 4]".
+        fixes: for the name of a tensor, what an error about its shape says to do.
+        given: the names of sizes that the caller of `check` passes.
+        fits: function of the tensors and the given sizes; returns True if they fit the entries.
     """
 
     def __init__(self, text: str, given: str = "", **fixes: str) -> None:
-        """Reads the entries of a text, which semicolons separate.
+        """Parses the entries of `text`, which semicolons separate.
 
         Args:
-            given: names of sizes that callers of `check` pass.
-            fixes: for an argument, what an error about its shape says to do.
+            text: the entries, such as "x [N, V]; weight [V] float?".
+            given: names of sizes that callers of `check` pass, separated by spaces.
+            fixes: for the name of a tensor, what an error about its shape says to do.
         """
         self.entries = tuple(map(Entry.of, text.split(";")))
         self.numbers = {x: int(x) for x in re.findall(r"(?<=[\[ ])\d+(?=[,\]])", text)}
@@ -137,10 +177,16 @@ class Signature:
         self.fits: Callable[..., bool] = names["fits"]
 
     def check(self, op: str, *tensors: Any, **sizes: int) -> None:
-        """Raises ValueError, which names `op`, unless the tensors are as the entries say.
+        """Raises an error unless tensors fit the entries and are on the device of the first tensor.
 
-        They also have to be on the device of the first one. Raises Unsupported if one of them has a
-        forward-mode tangent.
+        Args:
+            op: name of the function with which the error begins.
+            tensors: one for each entry, in order; None where the entry is optional.
+            sizes: values of the sizes that the signature takes from the caller (`given`).
+
+        Raises:
+            ValueError: a shape, dtype or device is wrong; the error says which and what to do.
+            Unsupported: a tensor has a forward-mode tangent (torch.func.jvp).
         """
         if not self.fits(*tensors, **sizes):
             names = [entry.name for entry in self.entries]
@@ -177,7 +223,11 @@ class Signature:
 
 
 def layouts(text: str, given: str = "", **fixes: str) -> tuple[Signature, Signature]:
-    """Returns two signatures, in which "{K, V}" in the text is "K, V", and "V, K"."""
+    """Parses a text twice: returns the signatures with "K, V" and with "V, K" in place of "{K, V}".
+
+    They are for states [.., K, V] and transposed states [.., V, K]. The arguments are those of
+    `Signature`: sizes that callers pass (`given`), and advice for errors about shapes (`fixes`).
+    """
     texts = (text.replace("{K, V}", last) for last in ("K, V", "V, K"))
     first, second = (Signature(text, given, **fixes) for text in texts)
     return first, second
@@ -230,7 +280,10 @@ def _lines(entries: Sequence[Entry], given: Sequence[str]) -> Iterator[str]:
 
 
 def check_packed(op: str, batch: int) -> None:
-    """Raises ValueError unless a call with cu_seqlens has one row."""
+    """Raises ValueError unless a call with packed sequences (cu_seqlens) has a batch size of 1.
+
+    `op` is the function that the error names, and `batch` the batch size of its tensors.
+    """
     if batch != 1:
         got, needs = f"cu_seqlens with a batch of {batch}", "packed tokens: a batch of 1"
         raise ValueError(need(op, got, needs, "pack the rows end to end"))

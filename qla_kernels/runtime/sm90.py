@@ -28,16 +28,17 @@ def refused_device(
     what: str = "q, k and v are",
     dtypes: tuple[torch.dtype, ...] = DTYPES,
 ) -> Reason | None:
-    """Returns None if kernels run on this GPU in this dtype, else the reason why not.
+    """Returns None if kernels run on this kind of GPU in this dtype, else the reason why not.
 
-    A reason is (got, needs, fix), three texts for `errors.need`. Kernels need a Hopper GPU.
+    Kernels need a Hopper GPU. A reason is (got, needs, fix), three texts of which `errors.need`
+    makes an error message.
 
     Args:
-        capability: compute capability of the GPU.
-        dtype: dtype of the tensors that `what` names.
-        elsewhere: what the caller can do instead: "use ...".
-        what: the tensors with a verb, for the text.
-        dtypes: those that kernels have.
+        capability: compute capability of the GPU, such as (9, 0).
+        dtype: dtype of the tensors.
+        elsewhere: what the caller can do instead, such as "use CPU tensors".
+        what: how the message names these tensors, with a verb: "q, k and v are".
+        dtypes: the dtypes that the kernels have.
     """
     if capability != CAPABILITY:
         got = f"device capability {capability[0]}.{capability[1]}"
@@ -52,7 +53,11 @@ def refused_device(
 
 
 def refused_anywhere(device: torch.device, fix: str = "move them") -> Reason | None:
-    """Returns None if functions run on this device, or on meta tensors; else the reason."""
+    """Returns None for a CPU, CUDA or meta device, else the reason why no function can run on it.
+
+    A reason is (got, needs, fix), three texts of which `errors.need` makes an error message. `fix`
+    is the advice in it.
+    """
     if device.type in ("cpu", "cuda", "meta"):
         return None
     return f"tensors are on {device.type}", "cpu or cuda", fix
@@ -63,13 +68,13 @@ def refused_head_size(
 ) -> Reason | None:
     """Returns None if a kernel has this head size, else the reason why a call cannot run.
 
-    A reason is (got, needs, fix), three texts for `errors.need`.
+    A reason is (got, needs, fix), three texts of which `errors.need` makes an error message.
 
     Args:
         size: the head size.
         letter: its name in messages: D, K or V.
         padded: the tensors to pad to a larger head size, as text: "q and k".
-        elsewhere: what the caller can do instead: "use ...".
+        elsewhere: what the caller can do instead, such as "use CPU tensors".
         sizes: the sizes that kernels have, in ascending order.
     """
     if size in sizes:
@@ -80,10 +85,10 @@ def refused_head_size(
 
 
 def head_sizes(validate: Any) -> str:
-    """Returns the head sizes that kernels have as text, such as "head size 64 or 128".
+    """Returns text about the head sizes that the kernels of a family have: "head size 64 or 128".
 
-    `validate` is the module validate.py of gdn, dualkv or sparse_ring, which lists these sizes if
-    they are not 64 and 128.
+    `validate` is the family's module validate.py, such as qla_kernels.gdn.validate. If it has a
+    constant HEAD_SIZES, the text comes from there.
     """
     sizes = getattr(validate, "HEAD_SIZES", HEAD_SIZES)
     return sizes if isinstance(sizes, str) else f"head size {alternatives(sizes)}"
@@ -92,8 +97,13 @@ def head_sizes(validate: Any) -> str:
 def refused_strides(name: str, x: Tensor, batch_may_repeat: bool = False) -> Reason | None:
     """Returns None if TMA, Hopper's copy engine, can read x, else the reason why a call cannot run.
 
-    A reason is (got, needs, fix), three texts for `errors.need`. `name` is the name of the argument
-    x, and batch_may_repeat is as in `tma_readable`.
+    A reason is (got, needs, fix), three texts of which `errors.need` makes an error message.
+
+    Args:
+        name: what the message calls x.
+        x: any tensor, of at least two dimensions.
+        batch_may_repeat: accept a stride of 0 in the first dimension, as `expand` makes, if the
+            second dimension has several entries.
     """
     if tma_readable(x, batch_may_repeat):
         return None
@@ -105,10 +115,11 @@ def refused_strides(name: str, x: Tensor, batch_may_repeat: bool = False) -> Rea
 
 
 def tma_readable(x: Tensor, batch_may_repeat: bool = False) -> bool:
-    """Returns whether TMA, Hopper's copy engine, can read a tensor with x's strides.
+    """Returns True if TMA, Hopper's copy engine, can read a tensor with x's strides.
 
     The last stride must be 1; the other strides and the offset in the storage must be multiples of
-    16 bytes, and no stride may be 0. `require_aligned` checks the address.
+    16 bytes, and no stride may be 0. The address itself is not checked; `require_aligned` does
+    that.
 
     Args:
         x: any tensor, of at least two dimensions.
@@ -131,7 +142,10 @@ def tma_readable(x: Tensor, batch_may_repeat: bool = False) -> bool:
 
 
 def low_words(x: Tensor) -> Tensor:
-    """Returns x if it is int32, else a view of the low 32 bits of int64 numbers, of any strides."""
+    """Returns x as int32 numbers without a copy: x if it is int32, else a view of an int64 tensor.
+
+    The view has the low 32 bits of each number. x may have any strides.
+    """
     return x if x.dtype == torch.int32 else x.unsqueeze(-1).view(torch.int32).select(-1, 0)
 
 
@@ -162,7 +176,7 @@ def require_aligned(op: str, **tensors: Tensor) -> None:
 
 
 def require(reason: str | None) -> None:
-    """Raises Unsupported with the text `reason`, the result of a `refusal`; None raises nothing."""
+    """Raises Unsupported with the text `reason`; None, for a call that can run, raises nothing."""
     if reason is not None:
         raise Unsupported(reason)
 
