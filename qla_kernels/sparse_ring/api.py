@@ -132,7 +132,10 @@ def sparse_ring_attention(
         k, v: [B, L, Hk, D], for the same tokens, contiguous.
         group: the ranks, from `RingGroups.create`; create the group once and reuse it.
         layout: StripedLayout(world), ZigZagLayout(world) or ContiguousLayout(world).
-        pattern, index, seqlen, scale: as in `sparse_attention`; seqlen counts the whole sequence.
+        pattern: how the mask is chosen: VerticalSlash(), FixedVerticalSlash(...) or Dense().
+        index: the mask itself, from `build_index`. Pass either pattern or index, not both.
+        seqlen: tokens of the whole sequence before the padding; T if None.
+        scale: factor of the scores q k^T; D ** -0.5 if None.
         schedule: how the chunks reach the other ranks; a chunk is the k and v of one rank.
             "allgather": all chunks at once. "ring": in world - 1 steps, with one new chunk per rank
             in each step. "double_ring": in every step chunks move between the ranks of a node; when
@@ -142,7 +145,7 @@ def sparse_ring_attention(
             double_ring. A rank's own chunk, and a chunk that arrives from another node, has a
             launch of its own. None: enough chunks to keep the cost of merging partial results low.
         return_lse: also return the log-sum-exp of the scores of this rank's tokens, fp32 [B, H, L].
-        return_index: also return the `VSIndex` of the lines, which is the same on every rank.
+        return_index: also return the mask as a `VSIndex`, which is the same on every rank.
         keep_gathered: with the schedule allgather, save k and v of all ranks for the backward,
             which otherwise gathers k and v again. Useful with activation checkpointing, where only
             one layer at a time stores k and v of all ranks. No effect with other schedules.
@@ -156,7 +159,7 @@ def sparse_ring_attention(
         Unsupported: this version cannot run the call; on every rank.
         RingError: a rank died, hangs, or makes different calls; on every other rank. The timeouts
             of the group limit the time until a lost rank is noticed. Different calls may be noticed
-            some calls later; see agreement.py.
+            some calls later, as agreement.py explains.
     """
     check_group(RING_OP, group)
     lines = (pattern, index, seqlen, scale)
@@ -204,11 +207,24 @@ def build_index(
 ) -> VSIndex:
     """Chooses the mask that a pattern gives for these q and k, and returns it as a `VSIndex`.
 
-    The mask consists of columns and diagonals; see `sparse_attention`. With `group` and `layout`
-    the call is collective: q and k are those of this rank's tokens, seqlen counts the whole
-    sequence, and every rank gets the same index. Without `group` and `layout`, q and k are those of
-    the whole sequence. The index is a constant to autograd, and deterministic. Arguments and errors
-    are those of `sparse_attention` and `sparse_ring_attention`.
+    The mask of a head consists of columns (keys that all later queries see) and diagonals
+    (distances in blocks of 64 tokens). Pass the result to `sparse_attention` as `index`. It is
+    deterministic, and a constant to autograd. With `group` and `layout` the call is collective, and
+    every rank gets the same index.
+
+    Args:
+        q: [B, T, H, D] for the whole sequence, or with `group` [B, L, H, D] for this rank's tokens.
+        k: [B, T, Hk, D], or with `group` [B, L, Hk, D].
+        pattern: how the mask is chosen: VerticalSlash(), FixedVerticalSlash(...) or Dense().
+        layout: which rank holds which tokens, such as StripedLayout(world).
+        group: the ranks that share the sequence, from `RingGroups.create`.
+        seqlen: tokens of the whole sequence before the padding; None for no padding.
+        scale: factor of the scores q k^T; D ** -0.5 if None.
+
+    Raises:
+        ValueError: arguments are malformed, or differ between ranks; on every rank.
+        Unsupported: this version cannot run the call.
+        RingError: a rank is lost or makes different calls.
     """
     if group is None and layout is None:
         check_tensors(BUILD_OP, q, k, k)

@@ -29,15 +29,16 @@ OP = "balance_report"
 
 @dataclass(frozen=True)
 class Balance:
-    """Simulated work and times of one attention call on a ring; `balance_report` returns a Balance.
+    """Record: simulated work and times of one attention call on a ring, from `balance_report`.
 
     In each step a rank computes the attention of its queries to the k and v of one rank. Work and
     times are sums over heads, because one launch computes all heads. str(balance) is one line.
 
     Attributes:
         work: [ranks, steps], the number of 64 x 64 tiles of the mask that a rank computes in a
-            step; 64 columns over 64 queries count as one tile.
-        start: [ranks, steps], when the step begins, in the unit of the times of `balance_report`.
+            step. 64 columns of the mask over a block of 64 queries count as one tile.
+        start: [ranks, steps], when the step begins, in the unit of the times that `balance_report`
+            got.
         end: [ranks, steps], when the step ends.
     """
 
@@ -86,27 +87,28 @@ def balance_report(
     x_outer: float = 0.0,
     columns_last: bool = False,
 ) -> Balance:
-    """Simulates one attention call on a ring: when each rank computes each chunk.
+    """Simulates one attention call on a ring: when each rank computes its attention to each chunk.
 
-    A chunk is the k and v of one rank. In each step a rank computes attention to one chunk. It
-    starts a step when it has finished the step before and the step's chunk has arrived. The
-    simulated chunks move from rank to rank, as in the published system. This package moves chunks
-    like this between nodes; within a node it sends a chunk straight to each rank. `t`, `x`,
-    `x_outer` and the resulting times share one unit, such as milliseconds.
+    A chunk is the k and v of one rank. In each step a rank computes attention to one chunk, as soon
+    as its step before has ended and the chunk has arrived. Chunks move from rank to rank around the
+    ring. (`sparse_ring_attention` does this between nodes only; within a node it sends a chunk
+    straight to each rank.) `t`, `x`, `x_outer` and the resulting times share one unit, such as
+    milliseconds.
 
     Args:
-        mask: a `VSIndex`; or a pair (columns, diagonals) for each head; or a bool array
-            [T / 64, T / 64], which marks the pairs of 64-token blocks in the mask.
+        mask: a `VSIndex`; or a pair (columns, diagonals) for each head; or a square bool array with
+            T / 64 rows, which marks the pairs of 64-token blocks in the mask.
         T: tokens of the sequence, a multiple of 64 with at least one block for every rank.
-        layout: the assignment of tokens to ranks.
+        layout: which rank holds which tokens, such as StripedLayout(world).
         inner_size: for a double ring, the number of ranks per node, a divisor of the number of
-            ranks; None for a ring.
+            ranks; None for a single ring over all ranks.
         t: time to compute one 64 x 64 tile of one head.
-        x: time to send one chunk of k and v to the next rank of the node.
-        x_outer: time to send one chunk of k and v to the next node. The transfer may take as long
-            as all steps within a node together.
-        columns_last: True counts all columns in the last step, as this package computes them. False
-            counts a column in the step whose chunk contains the column.
+        x: time to send one chunk to the next rank of the node.
+        x_outer: time to send one chunk to the next node. The transfer may take as long as all steps
+            within a node together.
+        columns_last: True counts the work of all columns in the last step, as
+            `sparse_ring_attention` computes them. False counts a column in the step whose chunk
+            contains the column.
 
     Returns:
         A `Balance`: the work, start and end of each rank's steps; three properties that measure how
@@ -277,13 +279,12 @@ def _timeline(work: Array, inner: int, x: float, x_outer: float) -> tuple[Array,
 
 
 def token_stripe_tiles(diagonals: Sequence[int], T: int, world: int) -> float:
-    """Returns how many times more work sparse attention has if ranks get single tokens in turn.
+    """Returns the ratio of work between two layouts: stripes of one token, and of 64 tokens.
 
-    The comparison is with ranks that get blocks of 64 tokens in turn. Work is the number of 64 x 64
-    tiles of a rank's own tokens that the mask does not leave empty. Single tokens are worse because
-    64 consecutive tokens of a rank then come from `world` blocks of the sequence, so that a tile is
-    empty only if many diagonals are absent: two blocks of a rank at distance n need no work if the
-    mask has no diagonal from (n - 1) world + 1 to (n + 1) world - 1. Holds for up to 64 ranks.
+    In both, ranks get stripes in turn. Work is the number of 64 x 64 tiles, of a rank's own tokens,
+    that have any pair of the mask. With stripes of one token, 64 rows of a rank come from `world`
+    blocks of the sequence, so fewer tiles are empty. The result is the work with stripes of one
+    token, divided by that with stripes of 64. Valid for up to 64 ranks.
 
     Args:
         diagonals: the mask: distances, in blocks of 64 tokens, of queries and keys that see each
@@ -301,7 +302,7 @@ def token_stripe_tiles(diagonals: Sequence[int], T: int, world: int) -> float:
 
 
 class Latencies(NamedTuple):
-    """Measured times, in ms, from which the time of a layer's attention on a ring is estimated.
+    """Record: measured times, in ms, from which a layer's attention time on a ring is estimated.
 
     A chunk is the k and v of one rank, which the ranks pass around. `flat` estimates the time of
     one ring over all ranks, and `hierarchical` that of rings within the nodes and a ring of nodes.
@@ -332,12 +333,11 @@ class Latencies(NamedTuple):
     def hierarchical(self, world: int, inner_size: int) -> float:
         """Returns the estimated time, in ms, of a double ring over `world` ranks.
 
-        A node has `inner_size` ranks, and a chunk is the k and v of one rank. In one turn they
-        compute attention to all chunks that the node holds and pass them around; meanwhile each
-        rank sends one chunk to the next node. A turn takes inner_size times `chunk` (attention to
-        one chunk) or `inner` (a transfer within the node), whichever is longer, and at least
-        `outer` (a transfer between nodes). There are as many turns as nodes. `fixed` (what a layer
-        does once) is added.
+        There are world / inner_size nodes, and as many turns. In one turn the inner_size ranks of a
+        node pass around all chunks (k and v of one rank) that the node holds and compute attention
+        to them; meanwhile each rank sends one chunk to the next node. A turn takes inner_size times
+        the longer of `chunk` (attention to one chunk) and `inner` (a transfer within the node), and
+        at least `outer` (a transfer between nodes). `fixed` (what a layer does once) is added.
         """
         turn = inner_size * max(self.chunk, self.inner)
         return world // inner_size * max(turn, self.outer) + self.fixed

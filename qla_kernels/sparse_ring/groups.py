@@ -25,7 +25,7 @@ _created = itertools.count()  # number of the next create(): the same on all ran
 
 
 class Pending:
-    """Transfers between ranks that are running, and the tensors that receive their data.
+    """Handle of transfers between ranks that are still running, and of the tensors that they fill.
 
     Args:
         works: the handles of torch.distributed.
@@ -48,7 +48,7 @@ class Pending:
 
 
 class Swap(NamedTuple):
-    """An exchange between ranks: what this rank sends, and what it receives; for `RankRing.swap`.
+    """Record: one exchange for `RankRing.swap`: what this rank sends, and what it receives.
 
     Attributes:
         send: the tensors to send.
@@ -65,7 +65,7 @@ class Swap(NamedTuple):
 
 @dataclass(frozen=True)
 class RankRing:
-    """A group of ranks that send tensors to each other, with the collectives that calls need.
+    """A process group whose ranks form a ring, with the transfers that attention needs.
 
     Attributes:
         group: the process group; None if there is a single rank.
@@ -80,18 +80,27 @@ class RankRing:
     def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor], tag: int) -> Pending:
         """Starts to send the tensors `send` to the next rank, and to receive from the previous one.
 
-        Returns the `Pending` transfers, which fill the tensors `receive`, as many as in `send`.
-        `tag` is as in `swap`.
+        Returns a `Pending`, whose `wait` returns the tensors of `receive` when they are filled.
+
+        Args:
+            send: the tensors to send.
+            receive: a tensor of the same shape for each tensor of `send`; overwritten.
+            tag: number by which torch.distributed matches sent and received tensors: `tag` for the
+                first tensor, tag + 1 for the second. Transfers that run at the same time need
+                different numbers.
         """
         return self.swap([Swap(send, receive, self.rank + 1, self.rank - 1)], tag)
 
     def swap(self, swaps: Sequence[Swap], tag: int) -> Pending:
-        """Starts several swaps at the same time; returns the `Pending` transfers.
+        """Starts several point-to-point exchanges at once; returns a `Pending` to wait for.
 
-        A rank must not occur in two swaps. Ranks are taken modulo the size of the ring. `tag` is
-        the number by which torch.distributed matches the first tensor that is sent with the first
-        that is received; the next tensors have the next numbers. Calls that run at the same time
-        need tags that differ by at least the number of tensors of a swap.
+        Args:
+            swaps: exchanges, each with tensors to send to one rank and to receive from one rank.
+                Numbers of ranks are taken modulo the size of the ring, and no rank may occur in two
+                exchanges.
+            tag: number by which torch.distributed matches sent and received tensors: `tag` for the
+                first tensor of an exchange, tag + 1 for the second. Calls that run at the same time
+                need tags that differ by at least the number of tensors of an exchange.
         """
         received = [x for swap in swaps for x in swap.receive]
         assert self.group is not None, "more than one rank"
@@ -109,7 +118,7 @@ class RankRing:
         return Pending(works, received)
 
     def gather(self, *tensors: Tensor) -> Pending:
-        """Starts to gather each tensor on all ranks; returns the `Pending` transfers.
+        """Starts an all-gather of each tensor; returns a `Pending` to wait for.
 
         `Pending.wait` returns a tensor [size, ...] for each argument, where size is the number of
         ranks; row r is the tensor of rank r.
@@ -124,10 +133,10 @@ class RankRing:
         return Pending([work], gathered)
 
     def sum(self, x: Tensor) -> Pending:
-        """Starts to sum x [size, ...] over all ranks; returns the `Pending` transfer.
+        """Starts a reduce-scatter of x [size, ...]; returns a `Pending` to wait for.
 
-        size is the number of ranks. `Pending.wait` returns the row of the sum that has the number
-        of this rank, in a list of one tensor. This is a reduce-scatter.
+        size is the number of ranks. `Pending.wait` returns a list of one tensor: row r of the sum
+        over all ranks, on rank r.
         """
         own = torch.empty_like(x[0])
         assert self.group is not None, "more than one rank"
@@ -136,14 +145,14 @@ class RankRing:
         return Pending([work], [own])
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        """Overwrites x with the x of rank `source` on every rank, waits, and returns x."""
+        """Overwrites x on every rank with the x of rank `source`, waits for that, and returns x."""
         if self.group is not None:
             with as_ring_error("a broadcast to all ranks failed"):
                 dist.broadcast(x, group=self.group, group_src=source)
         return x
 
     def exchange(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Sends rows of x to all ranks and waits; returns the rows that this rank received.
+        """All-to-all: sends different rows of x to each rank, and returns the rows received.
 
         The first sent[0] rows of x go to rank 0, the next sent[1] rows to rank 1, and so on. The
         result has received[0] rows from rank 0, then received[1] rows from rank 1, and so on.
@@ -161,16 +170,15 @@ ALONE = RankRing(None, 0, 1)
 
 @dataclass(frozen=True)
 class RingGroups:
-    """The process groups of a ring: the ranks that share one sequence in `sparse_ring_attention`.
+    """The process groups of the ranks that share one sequence in `sparse_ring_attention`.
 
-    All ranks make it together, by `create` or `from_mesh`. Rank r of the ring has the number
-    r % inner.size within node r // inner.size. `inner` and `outer` have separate process groups,
-    because transfers of one group wait for each other, and a transfer inside a node must not wait
-    for a transfer between nodes.
+    `RingGroups.create` and `RingGroups.from_mesh` make one; all ranks call them together. Node n
+    has the ranks n * inner.size to (n + 1) * inner.size - 1 of the ring.
 
     Attributes:
         whole: all ranks of the ring.
-        inner: the ranks of this rank's node.
+        inner: the ranks of this rank's node. `inner` and `outer` have process groups of their own,
+            so that a transfer within a node does not wait for a transfer between nodes.
         outer: one rank of each node: those with the same number within their node as this rank.
         agreement: two groups in which the hosts compare calls; None if there is a single rank.
     """
@@ -275,16 +283,21 @@ class RingGroups:
     ) -> None:
         """Checks that all ranks make the same call without an error; else raises on every rank.
 
-        Arguments on which all ranks agreed in an earlier call are not compared at once; see
-        agreement.py.
+        Arguments on which all ranks agreed in an earlier call are not compared again at once, so
+        that hosts need not wait for each other; a difference is then found some calls later (see
+        agreement.py).
 
         Args:
             op: the name of the function.
             facts: the arguments of the call, by name. A difference between ranks is a ValueError on
                 every rank.
-            problem: the error in the arguments of this rank, if any. This rank raises `problem`;
-                other ranks raise a ValueError with the text of `problem`.
-            again: compare `facts` even if the ranks have agreed on the same ones before.
+            problem: the error in the arguments of this rank, or None. This rank raises `problem`;
+                other ranks raise a ValueError with its text.
+            again: compare `facts` now, even if the ranks have agreed on the same ones before.
+
+        Raises:
+            ValueError: the calls of the ranks differ, or another rank has a `problem`.
+            RingError: earlier calls differed, or a rank is lost.
         """
         if self.agreement is not None:
             error = None if problem is None else f"{type(problem).__name__}: {problem}"

@@ -17,12 +17,13 @@ from qla_kernels.sparse_ring.shapes import BLOCK, WORD
 
 
 class VSIndex(NamedTuple):
-    """The mask of `sparse_attention` for each query head of each batch row, as its lines.
+    """Record: the mask of `sparse_attention`, for each query head of each batch row.
 
-    A line is a column (a token that all later tokens see) or a diagonal (a distance d in blocks of
-    64 tokens: block i of the queries sees block i - d of the keys). Diagonal 0 is always present.
+    A mask consists of columns (tokens that all later tokens see) and diagonals (distances d in
+    blocks of 64 tokens: block i of the queries sees block i - d of the keys). Diagonal 0 is always
+    present.
 
-    `to_lists`, `check` and `described(contents=True)` copy the lines to the host, and wait for a
+    `to_lists`, `check` and `described(contents=True)` copy the mask to the host, and wait for a
     GPU.
 
     Attributes:
@@ -30,8 +31,9 @@ class VSIndex(NamedTuple):
         v_cnt: int32 [B, H], the number of columns of each head.
         d_bits: int32 [B, H, ceil(T / 64 / 32)], the diagonals of each head as bits: diagonal d is
             bit d % 32 of word d // 32.
-        window_recall: fp32 [B, H], the share of the attention of the last complete block of queries
-            that is on the lines; NaN if the lines were not chosen from q and k, 1 for Dense.
+        window_recall: fp32 [B, H], the share of the attention of the last complete block of 64
+            queries that the mask keeps; NaN if the mask was not chosen from q and k, 1 for full
+            attention.
         T: number of tokens, with padding.
     """
 
@@ -81,9 +83,10 @@ class VSIndex(NamedTuple):
         return (self.diagonals()[..., distance] | columns) & (token <= token[:, None])
 
     def to_lists(self) -> list[list[tuple[list[int], list[int]]]]:
-        """Returns (columns, diagonals) of head h in batch row b, lists of ints, as result[b][h].
+        """Returns the mask as lists of ints: result[b][h] is (columns, diagonals).
 
-        A column is a token; a diagonal is a distance in blocks of 64 tokens. Waits for a GPU.
+        These are those of query head h in batch row b. A column is a token; a diagonal is a
+        distance in blocks of 64 tokens. Waits for a GPU.
         """
         active = self.diagonals()
         return [
@@ -118,9 +121,13 @@ class VSIndex(NamedTuple):
     def check_form(self, op: str, B: int, H: int, T: int, on: torch.device) -> None:
         """Raises ValueError unless the index fits q [B, T, H, D] on the device `on`.
 
-        Checks shapes, dtypes, T and the device, because kernels rely on these. Does not check which
-        columns and diagonals the index has: wrong ones cannot make a kernel access memory outside
-        its tensors. `op` is the function that the error names.
+        Checks shapes, dtypes, T and the device, on which kernels rely. Does not read the columns
+        and diagonals themselves: wrong ones give wrong results, but no access outside of a tensor.
+
+        Args:
+            op: the function that the error names.
+            B, H, T: batch rows, query heads, and tokens with padding, of q.
+            on: the device of q.
         """
         v, n, d = self[:3]
         words, kind = -(-T // (BLOCK * WORD)), torch.int32
@@ -161,10 +168,10 @@ class VSIndex(NamedTuple):
 def known_index(
     pattern: FixedVerticalSlash | Dense, B: int, H: int, T: int, device: object
 ) -> VSIndex:
-    """Returns the `VSIndex` of a pattern whose mask does not depend on q and k.
+    """Builds the `VSIndex` of a pattern whose mask does not depend on q and k.
 
     Args:
-        pattern: the pattern.
+        pattern: lists of columns and diagonals, or Dense() for full causal attention.
         B, H: number of batch rows and of query heads.
         T: number of tokens, with padding.
         device: device of the index.
@@ -201,9 +208,10 @@ def _padded(head: tuple[int, ...], T: int, lines: Lines) -> Tensor:
 
 
 def refused_lines(pattern: FixedVerticalSlash, H: int, T: int) -> tuple[str, str, str] | None:
-    """Returns None if the columns and diagonals of a pattern fit H query heads and T tokens.
+    """Returns None if the listed columns and diagonals fit H query heads and T tokens.
 
-    Otherwise returns (got, needs, fix), three texts for `errors.need`.
+    Otherwise returns (got, needs, fix), three texts of which `errors.need` makes an error message:
+    the lists are not those of 1 or H heads, or an entry is past the end of the sequence.
     """
     for name, lines, end in (("v_idx", pattern.v_idx, T), ("d_idx", pattern.d_idx, T // BLOCK)):
         if len(lines) not in (1, H):

@@ -154,10 +154,9 @@ class Layout:
 
     @ends_a_graph
     def exchange(self, x: Tensor, dim: int, source: "Layout", group: RingGroups) -> Tensor:
-        """Moves tokens between ranks from the layout `source` to this layout.
+        """Moves tokens between ranks, from the layout `source` to this layout, by one all-to-all.
 
-        Returns the tokens that this rank holds in this layout. Collective, by one all_to_all; not
-        differentiable.
+        Returns the tokens that this rank holds in this layout. Collective; not differentiable.
 
         Args:
             x: the tokens that this rank holds in the layout `source`.
@@ -166,7 +165,8 @@ class Layout:
             group: the ranks.
 
         Raises:
-            ValueError, RingError: as in `unshard`.
+            ValueError: arguments are wrong, or differ between ranks; on every rank.
+            RingError: a rank is lost.
         """
         self._agree("exchange", x, dim, group, source)
         T, rank = self.world * x.shape[dim], group.rank
@@ -239,7 +239,11 @@ def _dimension(op: str, x: Tensor, dim: int) -> int:
 
 @dataclass(frozen=True)
 class ContiguousLayout(Layout):
-    """The layout that cuts a sequence into `world` equal parts; rank r of `world` holds part r."""
+    """The layout that cuts a sequence into `world` equal parts, of which rank r holds part r.
+
+    `world` is the number of ranks. With a causal mask, later ranks have more work than earlier
+    ones.
+    """
 
     def owner(self, token: Numbers, T: int) -> Numbers:
         """Returns the rank that holds the token at index `token` of a sequence of T tokens.
@@ -276,9 +280,10 @@ class ContiguousLayout(Layout):
 
 @dataclass(frozen=True)
 class ZigZagLayout(Layout):
-    """The layout with 2 * world equal parts; rank r holds parts r and 2 * world - 1 - r.
+    """The layout that cuts a sequence into 2 * world equal parts; rank r holds two of them.
 
-    `world` is the number of ranks. Work is spread evenly for dense masks.
+    These are parts r and 2 * world - 1 - r, an early and a late one, so that all ranks have the
+    same work under a full causal mask. `world` is the number of ranks.
     """
 
     @property
@@ -332,9 +337,14 @@ class ZigZagLayout(Layout):
 
 @dataclass(frozen=True)
 class StripedLayout(Layout):
-    """The layout with stripes of `stripe` tokens, which `world` ranks get in turn.
+    """The layout that gives stripes of `stripe` tokens to the ranks in turn.
 
-    `stripe` is 64 or 128. Work is spread evenly for dense masks and for diagonals.
+    Stripe n belongs to rank n % world. All ranks have about the same work, under a full causal mask
+    as well as for each diagonal of a sparse one.
+
+    Args:
+        world: the number of ranks.
+        stripe: 64 or 128.
     """
 
     stripe: int = 128
@@ -388,8 +398,9 @@ class StripedLayout(Layout):
         return turn * self.stripe + row % self.stripe
 
     def ranges(self, rank: int, T: int) -> list[tuple[int, int, int]]:
-        """Returns [(0, T / 64, 0)]: `rank` holds stripes of the range of all 64-token blocks.
+        """Returns [(0, T / 64, 0)]: `rank` has stripes of the range of all 64-token blocks.
 
-        `Layout.ranges` explains the numbers.
+        For other layouts, (first, end, local) says that `rank` holds blocks first to end - 1 of the
+        sequence, from block `local` of its own tensors on. T is the number of tokens, with padding.
         """
         return [(0, T // BLOCK, 0)]

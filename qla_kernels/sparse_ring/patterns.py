@@ -22,11 +22,12 @@ Lines = tuple[tuple[int, ...], ...]  # one tuple for each query head, or one for
 
 @dataclass(frozen=True)
 class VerticalSlash:
-    """A pattern that chooses the mask of each head by the attention of one block of queries.
+    """A pattern that chooses the mask of each head by the attention of its last 64 queries.
 
-    The block is the last complete block of 64 queries, whose exact attention is computed. A mask
-    consists of columns (keys) and diagonals (distances between 64-token blocks). Those with most of
-    the block's attention are chosen, until they hold a target share of it.
+    A mask consists of columns (keys that all later queries see) and diagonals (distances between
+    64-token blocks). The exact attention of the last complete block of 64 queries is computed.
+    Those columns and diagonals that get most of it are chosen, until they hold a target share of
+    it.
 
     Attributes:
         recall_v: share of the attention that the columns should hold.
@@ -39,8 +40,8 @@ class VerticalSlash:
         estimator: "residual": only keys that stand out can be columns, and diagonals are chosen by
             the attention that columns leave. "independent": any key can be a column, and diagonals
             are chosen by the whole attention.
-        kappa: "residual": a key stands out if its attention is more than kappa times the mean of
-            the other keys of its 64-token block.
+        kappa: for "residual": a key stands out if its attention is more than kappa times the mean
+            of the other keys of its 64-token block.
         gap_close: gaps of at most this many diagonals are filled, because runs of consecutive
             diagonals are faster.
     """
@@ -124,7 +125,7 @@ class FixedVerticalSlash:
 
 @dataclass(frozen=True)
 class Dense:
-    """The pattern of full causal attention, which the sparse kernels then compute."""
+    """The pattern of full causal attention: a mask that has every diagonal."""
 
 
 Pattern = VerticalSlash | FixedVerticalSlash | Dense

@@ -57,9 +57,10 @@ def refusal(
     Args:
         q, k, v: the tensors of one rank: q [B, L, H, D], k and v [B, L, Hk, D].
         world: number of ranks that share the sequence.
-        scale: as in `sparse_attention`.
-        capability: answer as if the tensors were on a GPU of this compute capability: (9, 0).
-        op: the name of the function, which begins the returned text.
+        scale: factor of the scores q k^T; D ** -0.5 if None.
+        capability: answer as if the tensors were on a GPU of this compute capability, such as (9,
+            0). None: answer for their own device.
+        op: name of the function with which the returned text begins.
     """
     reason = _refused_everywhere(q, k, v, world, scale)
     if reason is None and (q.is_cuda or capability is not None):
@@ -128,16 +129,20 @@ def check_tensors(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
 def defaults(
     op: str, q: Tensor, world: int, seqlen: int | None, scale: float | None
 ) -> tuple[int, int, float]:
-    """Returns (T, seqlen, scale): the number of tokens with and without padding, and the scale.
+    """Fills in the defaults of a call: returns (T, seqlen, scale).
 
-    If seqlen is None it becomes T, and if scale is None it becomes D ** -0.5. Raises ValueError if
-    seqlen is not an int, or if scale is not a number.
+    T is the number of tokens of the whole sequence with padding. If seqlen is None, T is returned
+    for it, and if scale is None, D ** -0.5.
 
     Args:
         op: the function that the error names.
         q: [B, L, H, D], the queries of one rank, checked.
         world: number of ranks; T is world x L.
-        seqlen, scale: arguments of `sparse_attention`.
+        seqlen: number of tokens of the whole sequence before the padding, or None.
+        scale: factor of the scores q k^T, or None.
+
+    Raises:
+        ValueError: seqlen is not an int, or scale is not a number.
     """
     T = world * q.shape[1]
     if seqlen is None:
@@ -155,10 +160,15 @@ def defaults(
 def check_lines(
     op: str, q: Tensor, T: int, seqlen: int, pattern: Pattern | None, index: VSIndex | None
 ) -> None:
-    """Raises ValueError unless either pattern or index is passed, and fits q, T and seqlen.
+    """Raises ValueError unless a call has a pattern or an index, and it fits q, T and seqlen.
 
-    The arguments are those of `sparse_attention`; T is the number of tokens with padding, and `op`
-    the function that the error names.
+    Args:
+        op: the function that the error names.
+        q: [B, L, H, D], the queries of one rank.
+        T: number of tokens of the whole sequence, with padding.
+        seqlen: number of tokens of the whole sequence before the padding; must be 1 to T.
+        pattern: how the mask is chosen; None if the call has an index.
+        index: the mask itself; None if the call has a pattern.
     """
     if (pattern is None) == (index is None):
         got = f"{'neither' if pattern is None else 'both'} of pattern and index were passed"
@@ -189,7 +199,7 @@ def check_lines(
 def check_group(op: str, group: RingGroups | None) -> RingGroups:
     """Returns `group`; raises ValueError, which names `op`, if it is not a RingGroups.
 
-    Only the rank with the wrong argument raises, because without a group it cannot tell the others.
+    Only this rank raises: without a group it cannot tell other ranks that its argument is wrong.
     """
     if not isinstance(group, RingGroups):
         got = f"group is of type {type(group).__name__}"
@@ -201,9 +211,14 @@ def check_group(op: str, group: RingGroups | None) -> RingGroups:
 def check_ring(
     op: str, layout: Layout | None, world: int, schedule: str, chunks_per_launch: int | None
 ) -> None:
-    """Raises ValueError unless layout, schedule and chunks_per_launch fit `world` ranks.
+    """Raises ValueError unless layout, schedule and chunks_per_launch fit a ring of `world` ranks.
 
-    The arguments are those of `sparse_ring_attention`; `op` is the function that the error names.
+    Args:
+        op: the function that the error names.
+        layout: which rank holds which tokens; must be a Layout for `world` ranks.
+        world: number of ranks.
+        schedule: "auto", "allgather", "ring", or, with a StripedLayout, "double_ring".
+        chunks_per_launch: None, or the number of ranks' k and v that one launch reads, at least 1.
     """
     check_layout(op, layout, world)
     if not isinstance(schedule, str) or schedule not in SCHEDULES:
