@@ -35,24 +35,28 @@ def causal_conv1d_update(
     null_slot: int = -1,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Runs `causal_conv1d` for one new token of each of N sequences, for decoding.
+    """Computes a decoding step of a depthwise causal convolution and updates the conv-state cache.
 
-    The last width - 1 tokens of each sequence are in a slot of a pool, the oldest first. The call
-    removes the oldest token and appends the token of x, in one launch. Not differentiable.
+    Each of N sequences has one new token. Its slot of the cache holds the width - 1 inputs before
+    this token, the oldest first. The call computes y for the new token, drops the oldest input and
+    appends the new one, in one launch. Not differentiable. See `causal_conv1d` for the formula.
 
     Args:
-        x: [N, channels], the new tokens; dtypes and strides as in `causal_conv1d`.
-        conv_state: the pool [slots, channels, width - 1 or more] in x's dtype, any strides; updated
-            in place. Only the first width - 1 places are used.
-        weight, bias, activation: as in `causal_conv1d`.
-        conv_state_indices: [N] int32 or int64, the slot of each sequence. Two sequences must not
-            share a slot. A sequence whose slot is at most null_slot is padding: y is 0, and the
-            pool is not changed. A slot past the pool raises ValueError on a CPU and under
-            QLA_CHECK=1; otherwise a GPU treats it as padding. The same checks reject int64 values
-            that do not fit in int32; otherwise a GPU reads their low 32 bits. None: sequence n has
-            slot n.
-        qk_l2norm: as in `causal_conv1d`.
-        null_slot: -1, or 0 if slot 0 holds no state.
+        x: [N, channels], the new tokens. On a GPU in bf16 or fp16, with a multiple of 8 channels
+            that are adjacent in memory, and a row stride that is a multiple of 16 bytes.
+        conv_state: the cache [slots, channels, width - 1 or more] in x's dtype, any strides. Only
+            the first width - 1 places of a slot are used.
+        weight: [channels, width], width from 2 to 4.
+        bias: [channels]; 0 if None.
+        activation: None, "silu" or "swish" (the same as silu).
+        conv_state_indices: [N] int32 or int64, the slot of each sequence; None: sequence n has slot
+            n. Two sequences must not share a slot. A sequence whose slot is at most null_slot is
+            padding: y is 0, and the cache is not changed. A slot past the cache raises ValueError
+            on a CPU and under QLA_CHECK=1; otherwise a GPU treats it as padding. The same checks
+            reject int64 values that do not fit in int32; otherwise a GPU reads their low 32 bits.
+        qk_l2norm: (heads, size): the first heads * size channels of y are heads of `size` channels,
+            and each is divided by its L2 norm. None: no head is.
+        null_slot: -1, or 0 if slot 0 is reserved for padding.
         out: [N, channels] in x's dtype, or x itself; y is written to `out`, and `out` is returned.
 
     Returns:
@@ -97,15 +101,18 @@ def require_update(
 ) -> None:
     """Raises Unsupported if this version cannot run a well-formed call of `causal_conv1d_update`.
 
-    Under QLA_CHECK=1 this check also reads the slots of a GPU call, and raises ValueError if one is
-    outside the pool or if two sequences share one.
+    Under QLA_CHECK=1 it also reads the slots of a GPU call, and raises ValueError if one is past
+    the cache or if two sequences share one.
 
     Args:
-        x, weight, bias, null_slot, out: as in `causal_conv1d_update`.
-        rows: its conv_state.
-        indices: its conv_state_indices.
-        op: the function that the error names.
-        norm: its qk_l2norm.
+        x: [N, channels], the new tokens.
+        rows: the conv-state cache [slots, channels, places].
+        weight, bias: of the convolution, [channels, width] and [channels].
+        indices: [N], the slot of each sequence; None: sequence n has slot n.
+        null_slot: slots up to this number mark padding; they are not checked.
+        out: the tensor to which the call writes its result, or None.
+        op: the name of the function, for the error.
+        norm: None, or (heads, size): the leading heads of channels that are divided by their norms.
     """
     require(refusal(x, weight, bias, norm, op=op))
     require(refused_rows(op, rows))

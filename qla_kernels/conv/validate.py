@@ -75,12 +75,17 @@ def refusal(
 ) -> str | None:
     """Returns the reason why this version cannot run a call of `causal_conv1d`, or None if it can.
 
-    The answer is the same with and without gradients.
+    The reason is an error text: what was passed, what is needed instead, and a remedy. It is the
+    same with and without gradients.
 
     Args:
-        x, weight, bias, qk_l2norm: as in `causal_conv1d`, with shapes that fit together.
-        capability: answer as if the tensors were on a GPU of this compute capability: (9, 0).
-        op: the name of the function, which begins the returned text.
+        x: [T, channels] or [B, channels, T].
+        weight, bias: [channels, W], and [channels] or None.
+        qk_l2norm: None, or (heads, size): the leading heads of channels that are divided by their
+            norms.
+        capability: None answers for the device of the tensors; (9, 0) as if they were on a GPU of
+            this compute capability.
+        op: the name of the function, with which the text begins.
     """
     reason = _refused_everywhere(x, weight, bias)
     if reason is None and (x.is_cuda or capability is not None):
@@ -215,7 +220,17 @@ def check_update(
     null_slot: int,
     out: Tensor | None,
 ) -> None:
-    """Raises ValueError unless the arguments of `causal_conv1d_update` fit together."""
+    """Raises ValueError unless the arguments of `causal_conv1d_update` fit together.
+
+    Args:
+        op: the name of the function, for the error.
+        x: [N, channels], the new tokens.
+        rows: the conv-state cache [slots, channels, places].
+        weight, bias, activation: of the convolution.
+        indices: [N], the slot of each sequence. None needs a cache of at least N slots.
+        null_slot: must be -1 or 0; slots up to it mark padding.
+        out: None, or the tensor for the result, which must have x's shape and dtype.
+    """
     UPDATE.check(op, x, rows, weight, bias, indices, out)
     check_pool(op, rows, weight, activation, null_slot)
     if indices is None and rows.shape[0] < len(x):
@@ -226,9 +241,15 @@ def check_update(
 def check_pool(
     op: str, rows: Tensor, weight: Tensor, activation: str | None, null_slot: int
 ) -> None:
-    """Raises ValueError unless a pool of last tokens has room, and the other arguments are known.
+    """Raises ValueError unless a conv-state cache can hold width - 1 inputs per slot.
 
-    `rows` is the pool, and the error names `op`.
+    Also raises it for an unknown activation, or a null_slot other than -1 and 0.
+
+    Args:
+        op: the name of the function, for the error.
+        rows: the cache [slots, channels, places].
+        weight: [channels, width].
+        activation, null_slot: arguments of the call.
     """
     check_activation(op, "activation", activation, ACTIVATIONS)
     if rows.shape[2] < (most := weight.shape[1] - 1):
@@ -239,10 +260,13 @@ def check_pool(
 
 
 def refused_rows(op: str, rows: Tensor) -> str | None:
-    """Returns the reason why a pool of last tokens cannot be updated in place, or None if it can.
+    """Returns an error text if a conv-state cache cannot be updated in place, else None.
 
-    It cannot if some of its elements share memory, as after `expand`. `rows` is the pool, and the
-    text begins with `op`.
+    It cannot if elements share memory, as after `expand`.
+
+    Args:
+        op: the name of the function, with which the text begins.
+        rows: the cache [slots, channels, places].
     """
     if all(n == 1 or s for n, s in zip(rows.shape, rows.stride(), strict=True)):
         return None
