@@ -66,8 +66,8 @@ def shared_prefix_attention(
     then have bf16 or fp16, D of 64, 128 or 256, a last stride of 1, and other strides that are
     multiples of 16 bytes.
 
-    On a GPU the first call with a layout builds the kernels' tables on the host. Call
-    `layout.prepare` to build the tables earlier; torch.compile and CUDA graph captures require
+    On a GPU the first call with a layout builds index tables for the kernels on the host. Call
+    `layout.prepare` to build them earlier; torch.compile and CUDA graph captures require
     this. Second derivatives, forward-mode tangents and a `scale` that requires a gradient raise
     Unsupported.
 
@@ -110,11 +110,18 @@ def attend(
     return_lse: bool,
     q_shift: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """Runs `shared_prefix_attention` on checked arguments; returns (o, lse).
+    """Runs `shared_prefix_attention` without checking shapes; returns (o, lse).
 
-    lse is None unless return_lse is True. Row i of q is the query of packed token i + q_shift; the
-    first q_shift tokens have no query. Under QLA_CHECK=1 the values of the layout's tensors are
-    checked first, which waits for the device.
+    Under QLA_CHECK=1 it still checks the values of layout's tensors, which waits for the GPU.
+
+    Args:
+        q: [T - q_shift, H, D]; row i is the query of packed token i + q_shift.
+        k, v: [T, Hk, D].
+        layout: which of the T packed tokens see each other.
+        scale: factor of the scores; D ** -0.5 if None.
+        deterministic: whether gradients must be bitwise repeatable; None: as torch is set.
+        return_lse: whether to return the log-sum-exp of the scores; otherwise lse is None.
+        q_shift: the number of tokens at the start of the batch that have no query.
     """
     if checks_contents():
         check_contents(layout)

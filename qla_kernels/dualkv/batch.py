@@ -126,10 +126,10 @@ class SharedBatch:
     def model_inputs(self) -> dict[str, Any]:
         """Returns keyword arguments for a transformers model: `model(**batch.model_inputs())`.
 
-        The model must use our attention: see `integrations.transformers_dualkv`. It returns logits
-        only for the M tokens that predict a target, whose indices are in the field src_rows; pass
-        `logits[0]` of its output to `gather_logprobs`. For a batch without targets it returns no
-        logits, and a warning is logged once.
+        First switch the model to this package's attention (`integrations.transformers_dualkv`). The
+        model then returns logits only for the M tokens that predict a target, those of the field
+        src_rows: pass `logits[0]` of its output to `gather_logprobs`. For a batch without targets
+        it returns no logits, and a warning is logged once.
         """
         if not len(self.targets) and 0 not in self.source_shape:  # padding alone has 0 tokens
             _warn_of_no_targets()
@@ -142,10 +142,10 @@ class SharedBatch:
         }
 
     def prepare(self, num_heads: int, kv_heads: int, head_dim: int = 128) -> None:
-        """Builds the tables of the attention kernels for this batch before the first call.
+        """Builds the index tables that the attention kernels need for this batch, on the host.
 
-        The first call otherwise builds them, which it cannot do in compiled code or while a CUDA
-        graph is captured.
+        Without it the first attention call builds them, which is not possible in compiled code or
+        while a CUDA graph is captured.
 
         Args:
             num_heads: number of query heads.
@@ -318,10 +318,18 @@ class SharedBatch:
     def to_padded(self, x: Tensor, width: int | None = None, fill: float = 0.0) -> Tensor:
         """Copies one value per target, x [L, ...], to a padded tensor [S, width, ...].
 
-        There is one row for each sequence, in the caller's order. A target, such as a token of a
-        response, has the column of its index in its response (with `pack_prefix_tree`, in its
-        sequence). Other entries are `fill`. `width` defaults to `self.width`, the smallest
-        possible. Raises ValueError if `width` is smaller, or if x does not have L rows.
+        Targets are the tokens whose log-probability is computed, such as all tokens of responses.
+        The result has a row for each sequence, in the caller's order; the column of a target is its
+        index in its response (in its whole sequence, for a batch of `pack_prefix_tree`).
+
+        Args:
+            x: [L, ...], in the order in which `logprobs` returns its results.
+            width: number of columns; None: `self.width`, the smallest that has room for all
+                targets.
+            fill: the value of entries without a target.
+
+        Raises:
+            ValueError: width is too small, or x does not have L rows.
         """
         op = "SharedBatch.to_padded"
         expect_tensors(op, x=x)
@@ -342,9 +350,10 @@ class SharedBatch:
     def from_padded(self, x: Tensor) -> Tensor:
         """Copies the values of the L targets from a padded tensor x [S, width, ...] to [L, ...].
 
-        x has one row for each sequence, in the caller's order, such as a tensor of advantages; the
-        columns are those of `to_padded`, whose inverse this is. Raises ValueError unless x has S
-        rows and at least `self.width` columns.
+        The inverse of `to_padded`. x has a row for each sequence, in the caller's order, such as a
+        tensor of advantages; the column of a target, such as a token of a response, is its index in
+        its response (in its whole sequence, for a batch of `pack_prefix_tree`). Raises ValueError
+        unless x has S rows and at least `self.width` columns.
         """
         expect_tensors("SharedBatch.from_padded", x=x)
         if x.dim() < 2 or x.shape[0] != self.num_sequences or x.shape[1] < self.width:

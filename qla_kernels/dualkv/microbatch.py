@@ -22,11 +22,11 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Piece(NamedTuple):
-    """The prompt of one group, with some or all of the responses to this prompt.
+    """A record: a prompt with some or all of its responses, as a part of a micro-batch.
 
     Attributes:
-        group: index of the group in the argument `groups` of `plan_microbatches`.
-        responses: indices of the responses within the group.
+        group: index of the prompt in the argument `groups` of `plan_microbatches`.
+        responses: which of this prompt's responses the part has, as indices.
     """
 
     group: int

@@ -26,9 +26,9 @@ log = logging.getLogger("qla_kernels")
 
 
 class PaddedGroup(NamedTuple):
-    """The rows of a padded batch that have the same prompt.
+    """A record: the rows of a padded batch that have the same prompt.
 
-    The pair (prompt, responses) of a PaddedGroup is a group for `plan_microbatches`.
+    The pair (prompt, responses) is one of the `groups` that `plan_microbatches` takes.
 
     Attributes:
         rows: numbers of the rows.
@@ -134,10 +134,22 @@ def padded_groups(
     group_ids: Sequence[Hashable] | Tensor | None = None,
     verify: bool = True,
 ) -> list[PaddedGroup]:
-    """Returns the groups that `pack_padded` would make, without packing; ordered by first row.
+    """Finds the rows of a padded batch that have the same prompt; returns a list of groups.
 
-    A group is the rows that have the same prompt. Pass [(group.prompt, group.responses), ..] to
-    `plan_microbatches`. The arguments and errors are those of `pack_padded`.
+    Groups are ordered by their first row. Pass [(group.prompt, group.responses), ..] to
+    `plan_microbatches`. Tensors on a GPU are copied to the host.
+
+    Args:
+        input_ids: [B, W] rows; prompts end before column prompt_width, and responses begin at it.
+        attention_mask: [B, W], 0 for padding, without gaps inside a prompt or a response.
+        prompt_width: number of columns of prompts.
+        group_ids: B labels; rows with equal labels share one prompt. None: rows with equal prompt
+            tokens do.
+        verify: raise ValueError if the rows of a group differ in prompt tokens.
+
+    Raises:
+        ValueError: shapes do not fit, a row has no prompt, a prompt or response has padding inside,
+            or prompts differ within a group.
     """
     prompt_width = _check_shapes(input_ids, attention_mask, prompt_width)
     verify = flag(OP, "verify", verify)

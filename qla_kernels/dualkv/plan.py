@@ -24,23 +24,25 @@ from qla_kernels.runtime.sm90 import alternatives
 
 
 class SharedLayout:
-    """Which packed tokens see each other: the query of token i sees key j if j <= i < tout[j].
+    """Says which packed tokens see each other: query i sees key j if j <= i < tout[j].
 
-    A packed batch is a forest of nodes. A node is a run of tokens, such as a prompt or a response,
-    and its children continue its sequence. A node comes before its children. `from_lengths` and
-    `from_forest` make layouts, which do not change.
-
-    SharedLayout is neither a tuple nor a dataclass. Wrappers that move a model's arguments to a GPU
-    would move all tensors of a tuple, and `nodes` must stay on the host. FSDP with mixed precision
-    makes new instances of dataclasses for each layer, which would not share tables.
+    A packed batch that stores shared prefixes once is a forest of nodes. A node is a run of tokens,
+    such as a prompt or a response. A child, such as a response, continues the sequence of its
+    parent, its prompt. A node comes before its children. Make a layout by `from_lengths` or
+    `from_forest`; tout and nodes do not change afterwards.
 
     Attributes:
-        tout: int32 [T]; tout[j] is one past the last packed token that may see token j.
-        nodes: int32 [n, 3] on the CPU, a row for each node: its first token, one past its last
-            token, and the tout of its tokens. No node is empty.
-        prepared: tables of the attention kernels, which `prepare` builds.
-        further: tables of the kernels of other operations, by keys that begin with a name.
+        tout: [T] int32; tout[j] is one past the last packed token that may see token j.
+        nodes: [n, 3] int32 on the CPU, a row for each node: its first token, one past its last
+            token, and one past the last token of its descendants, which is the tout of its tokens.
+            No node is empty.
+        prepared: the attention kernels' index tables, by numbers of heads; `prepare` adds them.
+        further: index tables of other kernels, by (name, number), such as ("conv", width).
     """
+
+    # SharedLayout is neither a tuple nor a dataclass. Wrappers that move a model's arguments to a
+    # GPU would move all tensors of a tuple, and `nodes` must stay on the host. FSDP with mixed
+    # precision makes new instances of dataclasses for each layer, which would not share tables.
 
     tout: Tensor
     nodes: Tensor
@@ -135,14 +137,13 @@ class SharedLayout:
     def prepare(
         self, num_heads: int, kv_heads: int, q_shift: int = 0, head_dim: int = 128
     ) -> Tables:
-        """Returns the tables of the attention kernels for these heads; the first call builds them.
+        """Builds the index tables of the attention kernels, or returns those built before.
 
-        The tables list the tiles of queries and keys that see each other. All layers and the
-        backward share the tables, and so do head sizes 64 and 128. The copy to the GPU does not
-        block the host. If attention runs on another stream than `prepare`, that stream waits for
-        the copy, except in compiled code. Inside compiled code and during the capture of a CUDA
-        graph, tables cannot be built, and `prepare` raises ValueError: call `prepare` before, on
-        the same stream.
+        The tables list the tiles of queries and keys that see each other. All layers share them,
+        and so do the backward and head sizes 64 and 128. Without this call the first attention call
+        builds them, which is not possible in compiled code or while a CUDA graph is captured:
+        there, missing tables raise ValueError. The copy to the GPU does not block the host; another
+        stream that runs attention waits for it, except in compiled code.
 
         Args:
             num_heads: number of query heads.
@@ -185,7 +186,7 @@ class SharedLayout:
         return _unchecked, (self.tout, self.nodes)
 
     def to(self, device: torch.device | str) -> "SharedLayout":
-        """Returns a copy of the layout on `device`, without the kernels' tables.
+        """Returns a copy of the layout on `device`. The copy has no index tables of kernels yet.
 
         A copy from the CPU to a GPU does not block the host.
         """
@@ -215,10 +216,14 @@ def _check_tensors(tout: Any, nodes: Any) -> None:
 
 
 def check_nodes(nodes: Tensor, num_tokens: int) -> None:
-    """Raises ValueError unless each token is in one node and the nodes are in depth-first order.
+    """Raises ValueError unless nodes are a forest of num_tokens tokens, in depth-first order.
 
-    A row of nodes, int32 [n, 3] on the CPU, has a node's first token, one past its last token, and
-    one past the last token of its descendants. A node is a run of tokens, such as a prompt.
+    That is, each token is in one node, and each node is followed by its descendants.
+
+    Args:
+        nodes: [n, 3] int32 on the CPU. A row is a node, a run of tokens such as a prompt: its first
+            token, one past its last token, and one past the last token of its descendants.
+        num_tokens: number of tokens of the packed batch.
     """
     end, path = 0, [num_tokens]  # ends of the subtrees that are open
     for first, stop, tout in nodes.tolist():
@@ -235,10 +240,14 @@ def check_nodes(nodes: Tensor, num_tokens: int) -> None:
 
 
 def check_tout(tout: Tensor, nodes: Tensor) -> None:
-    """Raises ValueError unless `tout`, int32 [T], has the values that follow from `nodes`.
+    """Raises ValueError unless a layout's `tout` has the values that its `nodes` imply.
 
-    Both are fields of a `SharedLayout`: tout[j] is one past the last token that may see token j,
-    and a row of nodes has first token, end, and tout of a node. Waits for the device of `tout`.
+    Waits for the GPU if `tout` is on one.
+
+    Args:
+        tout: [T] int32; tout[j] is one past the last token that may see token j.
+        nodes: [n, 3] int32 on the CPU. A row is a run of tokens: its first token, one past its last
+            token, and the tout of its tokens.
     """
     if not torch.equal(tout.cpu(), per_token(nodes)):
         got = "tout with other values than those of nodes"
@@ -246,10 +255,11 @@ def check_tout(tout: Tensor, nodes: Tensor) -> None:
 
 
 def per_token(nodes: Tensor) -> Tensor:
-    """Returns `tout` [T], on the CPU: for each token, one past the last token that may see it.
+    """Computes a layout's `tout` from its `nodes`: repeats the last column of nodes for each token.
 
-    A row of nodes [n, 3] has a node's first token, one past its last token, and the tout that all
-    its tokens have. A node is a run of tokens, such as a prompt.
+    Returns [T] on the CPU; entry j is one past the last token that may see token j. A row of nodes
+    [n, 3] is a run of tokens, such as a prompt: its first token, one past its last token, and the
+    tout that all its tokens have.
     """
     return nodes[:, 2].repeat_interleave(nodes[:, 1] - nodes[:, 0])
 
@@ -258,13 +268,13 @@ Key = tuple[int, int, int, tuple[int, int, int] | None]  # heads, key heads, q_s
 
 
 class Prepared(NamedTuple):
-    """The attention kernels' tables for a `SharedLayout`, and where they were filled.
+    """A record: index tables of the attention kernels for a `SharedLayout`, and where they lie.
 
     Attributes:
         tables: the tables.
-        kept: the same tables; `kept.here()` makes the current stream wait until they are filled.
+        kept: the same tables; `kept.here()` makes the current stream wait until they are copied.
         gpu: number of the GPU that holds the tables, -1 for the CPU.
-        by_default: True if they were filled on the default stream.
+        by_default: True if the default stream copied them; it then need not wait.
     """
 
     tables: Tables
@@ -324,16 +334,17 @@ def layout_of_nodes(
     pad_to: int | None,
     device: torch.device | str | None,
 ) -> SharedLayout:
-    """Returns the layout of a forest of nodes: `SharedLayout.from_forest` on checked arguments.
+    """Builds a `SharedLayout` from the lengths and parents of its nodes, without checking them.
 
+    A node is a run of tokens, such as a prompt or a response; a response's parent is its prompt.
     Raises ValueError if pad_to is not an integer, or is less than the number of tokens.
 
     Args:
-        op: the function that the error names.
-        lengths: number of tokens of each node, such as a prompt or a response; depth first.
+        op: the name of the function, for the error.
+        lengths: number of tokens of each node, in depth-first order.
         parents: index of each node's parent, -1 for a root.
         pad_to: number of tokens after padding; None for no padding.
-        device: device of the field `tout`; None for the CPU.
+        device: device of the layout's tensor `tout`; None for the CPU.
     """
     lengths, parents = _padded(op, lengths, parents, pad_to)
     ends = tensor_of([0, *lengths]).cumsum(0)

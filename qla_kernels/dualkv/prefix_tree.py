@@ -91,16 +91,17 @@ def tree_of(
     fewest_saved: int,
     prompts: Sequence[int],
 ) -> tuple[list[Node], list[list[int]]]:
-    """Returns the prefix tree's nodes, depth first, and the nodes on the path of each text.
+    """Builds a prefix tree of token sequences; returns its nodes, and each sequence's path.
 
-    Siblings are in the order in which they first appear. A node that several texts share saves at
-    least `fewest_saved` tokens, or is a part of their prompts.
+    A node is a run of tokens that is stored once. Nodes are in depth-first order, siblings in the
+    order in which they first appear. A path lists the indices of a sequence's nodes.
 
     Args:
-        texts: token ids, [n] on the CPU.
-        starts: index of each text's first token among the caller's tokens.
-        fewest_saved: as in `pack_prefix_tree`.
-        prompts: number of tokens of each text's prompt.
+        texts: the sequences: token ids, [n] on the CPU.
+        starts: index of each sequence's first token among all tokens that the caller passed.
+        fewest_saved: a run outside prompts is shared only if this saves at least so many tokens.
+        prompts: number of tokens of each sequence's prompt; prompts are shared however
+            little that saves.
     """
     nodes: list[Node] = []
     paths: list[list[int]] = [[] for _ in texts]

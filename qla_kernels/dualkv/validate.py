@@ -48,12 +48,16 @@ def refusal(
 ) -> str | None:
     """Returns the reason why this version cannot run `shared_prefix_attention`, or None if it can.
 
-    The answer is the same with and without gradients.
+    The reason is an error text: what was passed, what is needed instead, and a remedy. It is the
+    same with and without gradients.
 
     Args:
-        q, k, v, scale: as in `shared_prefix_attention`, with shapes that fit together.
-        capability: answer as if the tensors were on a GPU of this compute capability: (9, 0).
-        op: the name of the function, which begins the returned text.
+        q: [T, H, D].
+        k, v: [T, Hk, D].
+        scale: factor of the scores; None for the default.
+        capability: None answers for the device of the tensors; (9, 0) as if they were on a GPU of
+            this compute capability.
+        op: the name of the function, with which the text begins.
     """
     reason = _reason(q, k, v, scale)
     if reason is None and (q.is_cuda or capability is not None):
@@ -76,10 +80,10 @@ def _reason(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Reason | No
 
 
 def unfit_factor(name: str, x: Any) -> str | None:
-    """Returns the reason why x cannot be a positive factor, such as a scale, or None if it can.
+    """Returns None if x is a positive, finite factor, such as a scale; else the reason why not.
 
-    x is a number, or a tensor of one element that does not require a gradient, because none is
-    computed. `name` is the name of x in the reason.
+    x may be a number, or a tensor of one element. A tensor that requires a gradient is refused,
+    because no gradient is computed for it. `name` is the argument's name, for the reason.
     """
     if isinstance(x, Tensor):
         if x.requires_grad:
@@ -121,10 +125,11 @@ def check_tensors(
 
 
 def check_contents(layout: SharedLayout) -> None:
-    """Raises ValueError if the fields of a layout contradict each other.
+    """Raises ValueError if the tensors of a layout contradict each other.
 
-    `nodes` must be a forest in depth-first order, and `tout` must follow from it. This waits for
-    the GPU of `tout`, so calls make the check under QLA_CHECK=1 only.
+    `nodes` must list the runs of tokens of a forest in depth-first order, and cover each token
+    once. `tout`, which says how far each token is seen, must have the values that nodes imply.
+    Waits for the GPU, so attention calls it under QLA_CHECK=1 only.
     """
     check_nodes(layout.nodes, layout.num_tokens)
     check_tout(layout.tout, layout.nodes)
