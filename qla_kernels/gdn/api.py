@@ -42,9 +42,9 @@ CHUNK_SIZES = (16, 32, 64)  # FLA's; results do not depend on it, and 64 is alwa
 
 
 class Accepted(NamedTuple):
-    """Results of checking a call that wants gradients.
+    """A record: results of the checks of a `chunk_gated_delta_rule` call that records gradients.
 
-    They are saved, so that a later call skips the check if its tensors have the same dtypes,
+    They are saved, so that a later call skips the checks if its tensors have the same dtypes,
     devices, strides and sizes (the number of tokens may differ), and its other arguments are equal.
 
     Attributes:
@@ -93,8 +93,8 @@ def chunk_gated_delta_rule(
         q, k: [B, T, H, K].
         v: [B, T, HV, V], HV a multiple of H.
         g: [B, T, HV], natural log of each token's decay, at most 0.
-        beta: [B, T, HV].
-        scale: K ** -0.5 if None.
+        beta: [B, T, HV], step size of each token.
+        scale: factor of q; K ** -0.5 if None.
         initial_state: [N, HV, K, V], a state for each sequence; 0 if None. N is B, or the number
             of sequences in cu_seqlens.
         output_final_state: also return the state after each sequence.
@@ -105,8 +105,9 @@ def chunk_gated_delta_rule(
         cu_seqlens: [N + 1] int32 or int64 on q's device; B must be 1. Sequence n has the tokens
             cu_seqlens[n] to cu_seqlens[n + 1], possibly none. Tokens past the last sequence are not
             read, and their results are 0.
-        cu_seqlens_cpu: the values of cu_seqlens in a CPU tensor; optional. With these values the
-            host knows each sequence's length when it decides where to cut.
+        cu_seqlens_cpu: the values of cu_seqlens in a CPU tensor; optional. With them the host knows
+            the lengths of sequences when it cuts long ones into segments, which run in parallel on
+            a GPU.
         chunk_indices: accepted for compatibility with FLA, and unused.
         cp_context: for sequences that are split over ranks: a context from FLA's build_cp_context
             or `qla_kernels.gdn.build_cp_context`. The tensors then hold this rank's tokens, in the
@@ -117,18 +118,18 @@ def chunk_gated_delta_rule(
             -exp(A_log) softplus(g + dt_bias), with A_log and dt_bias (0 if None) of shape [HV].
         chunk_size: keyword only. 16, 32 and 64 are accepted, and all of them compute with 64.
         exact, warm_log_bound: keyword only. On a GPU, long sequences with few heads are cut into
-            segments that run in parallel. Where decay allows it, the state that enters a segment is
-            computed from only the last tokens before the segment. This omits the contribution of
-            the state before those tokens, which is less than e^warm_log_bound times that state; the
+            segments that run in parallel. Where decay allows it, the start state of a segment is
+            computed from only the last tokens before the segment. This omits what the state before
+            those tokens contributes, which is less than e^warm_log_bound times that state; the
             default is -12 (6e-6). exact=True means -104 and takes longer: the factor is then 0 in
             fp32, and for states up to 1e7 the omitted part is below the normal numbers of fp32.
             -inf omits nothing. The bound does not change which values are rounded. At K = 256 the
             backward is not cut and omits nothing. QLA_EXACT=1 makes exact=True the default.
         batch_invariant: keyword only. On a GPU, the results and gradients of a token then have the
-            same bits whatever else is in the batch, and o has the bits of a `GdnPool`. Sequences
-            are never cut into segments, so a small batch of long sequences takes longer. Gradients
-            of A_log and dt_bias are sums over the batch. Not with cp_context. QLA_BATCH_INVARIANT=1
-            makes True the default.
+            same bits whatever else is in the batch, and inference with a `GdnPool` computes the
+            same bits of o. Sequences are never cut into segments, so a small batch of long
+            sequences takes longer. Gradients of A_log and dt_bias are sums over the batch. Not with
+            cp_context. QLA_BATCH_INVARIANT=1 makes True the default.
         enable_fwd_cp_cache: keyword only. Saves the segments and their start states for the
             backward, which otherwise computes both again. This takes 4 K (K + V) bytes per segment
             and value head (128 KB for K = V = 128). There are enough segments to fill a GPU once or

@@ -11,7 +11,7 @@ from qla_kernels.gdn.plan import WARM_LOG_BOUND
 
 
 class Call(NamedTuple):
-    """The checked tensors of a call, and its scale; see `chunk_gated_delta_rule`.
+    """A record: the checked tensors of a call of the gated delta rule, and its scale.
 
     There are B rows of T tokens, H key heads of size K, and HV value heads of size V.
 
@@ -52,16 +52,19 @@ class Call(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The flags and numbers of a call, with their defaults.
-
-    Fields that are not listed are arguments of `chunk_gated_delta_rule`.
+    """A record: the flags and numbers of a call of the gated delta rule, with their defaults.
 
     Attributes:
+        use_qk_l2norm_in_kernel: divide q and k by their L2 norm first.
+        use_beta_sigmoid_in_kernel: use sigmoid(beta); with allow_neg_eigval 2 sigmoid(beta).
+        state_v_first: states are [N, HV, V, K], not [N, HV, K, V].
+        output_final_state: also return the state after each sequence.
         output_h: also return the state before each chunk of 64 tokens.
         is_train: also return what the backward needs.
-        auto_cp: allow cutting sequences into segments that run in parallel.
-        enable_fwd_cp_cache: save the segments for the backward. None: if that is predicted to be
-            faster (choices.py).
+        auto_cp: allow cutting long sequences into segments that run in parallel.
+        enable_fwd_cp_cache: save the segments and their start states for the backward. None: if the
+            backward is predicted to be faster with them.
+        warm_log_bound: a segment's start state may omit what has decayed below e to this power.
     """
 
     use_qk_l2norm_in_kernel: bool = False  # the chunked path normalises q and k beforehand
@@ -86,14 +89,13 @@ class Options(NamedTuple):
 
 
 class SavedForward(NamedTuple):
-    """Results of a forward that its backward needs.
+    """A record: results of a forward that its backward needs.
 
     Attributes:
-        g_cum: [B, T, HV] fp32, sum of the log decays from the first token of the chunk on. A chunk
-            is 64 tokens of a sequence.
+        g_cum: [B, T, HV] fp32, cumulative sum of the log decays within each chunk of 64 tokens.
         A: [B, T, HV, 64], row t of the matrix (I + tril(beta decay k k^T, -1))^-1 of its chunk.
-        cp_cache: the segments into which the forward cut sequences, and the states from which they
-            start; empty if these were not saved.
+        cp_cache: the segments into which the forward cut long sequences to run them in parallel,
+            and the state at the start of each; empty if these were not saved.
     """
 
     g_cum: Tensor
@@ -102,7 +104,7 @@ class SavedForward(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """The gradients of a forward's results, and whether the backward returns dh0.
+    """A record: the gradients that enter a backward, and whether it returns dh0.
 
     Attributes:
         do: [B, T, HV, V], the gradient of o, with any strides.

@@ -26,7 +26,7 @@ LISTED_KINDS = 3  # kinds of cut sequences that a sentence lists
 
 
 class Cuts(NamedTuple):
-    """The number of segments into which a call cuts each sequence; `segments_of` returns it.
+    """A record: the number of segments into which a call cuts each sequence, from `segments_of`.
 
     The segments of a sequence run in parallel on a GPU. str(cuts) is a sentence that says how many
     sequences are cut into how many segments.
@@ -98,7 +98,8 @@ def segments_of(
             batch [B, T]. None: packed if the lengths differ.
         cu_seqlens_cpu: whether a packed call passes `cu_seqlens_cpu`. Without cu_seqlens_cpu the
             device reads the lengths and cuts by another plan.
-        exact, warm_log_bound: as in `chunk_gated_delta_rule`.
+        exact, warm_log_bound: the values that the call will pass, which limit what the start state
+            of a segment may omit; None for the defaults.
         sm_count: number of SMs. None: that of the current GPU; without a GPU, 132, as on H100 SXM
             and H200.
 

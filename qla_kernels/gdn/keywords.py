@@ -70,20 +70,19 @@ def refuse_unknown(op: str, kwargs: dict[str, Any]) -> None:
 
 
 def warm_bound(op: str, exact: Any, warm_log_bound: Any) -> float:
-    """Returns how small a contribution a call may omit, as the logarithm of a factor.
+    """Returns warm_log_bound of `chunk_gated_delta_rule`, or its default if the caller passed none.
 
-    A call cuts long sequences into segments that run in parallel. It computes the state at the
-    start of a segment from the last tokens before it, and may omit what came before these tokens,
-    if that has decayed by a factor below e^result. The result is the argument warm_log_bound of
-    `chunk_gated_delta_rule` if it was passed; else -104 with exact=True or under QLA_EXACT=1, and
-    -12 by default. -inf omits nothing.
-
-    Raises ValueError if exact is True and warm_log_bound is passed, or if warm_log_bound is not
-    below 0.
+    Long sequences are cut into segments that run in parallel. The start state of a segment is
+    computed from the last tokens before it, and may omit what has decayed below e^warm_log_bound.
+    The default is -12, and -104 with exact=True or under QLA_EXACT=1; -inf omits nothing.
 
     Args:
-        op: the function that the error names.
-        exact, warm_log_bound: as in `chunk_gated_delta_rule`; None if not passed.
+        op: the name of the function, for the error.
+        exact: a flag, or None if not passed.
+        warm_log_bound: a number below 0, or None if not passed.
+
+    Raises:
+        ValueError: both exact=True and warm_log_bound, or warm_log_bound is not below 0.
     """
     if exact is None:
         exact = EXACT_BY_DEFAULT and warm_log_bound is None
@@ -106,9 +105,9 @@ def warm_bound(op: str, exact: Any, warm_log_bound: Any) -> float:
 def keeping(op: str, enable_fwd_cp_cache: Any) -> bool | None:
     """Checks the argument enable_fwd_cp_cache of `chunk_gated_delta_rule`; returns a bool or None.
 
-    True saves the segments of a forward for its backward. None saves them if the backward is
-    predicted to be faster (choices.py). Raises ValueError for any other value; the error names
-    `op`.
+    Long sequences are cut into segments that run in parallel. True saves the segments and their
+    start states for the backward, False computes them again, and None saves them if the backward is
+    predicted to be faster. Raises ValueError, which names `op`, for any other value.
     """
     if enable_fwd_cp_cache is None:
         return None

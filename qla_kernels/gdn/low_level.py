@@ -61,34 +61,43 @@ def chunk_gated_delta_rule_fwd(
     warm_log_bound: float | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None, Cache | None]:
-    """Runs the forward without autograd and also returns what the backward needs.
-
-    Arguments not listed here are those of `chunk_gated_delta_rule`. q and k are used as passed; the
-    caller normalises them if needed.
+    """Runs the gated delta rule's forward without autograd; also returns what the backward needs.
 
     Args:
+        q, k: [B, T, H, K], used as passed; the caller normalises them if needed.
+        v: [B, T, HV, V].
+        g, beta: [B, T, HV], natural log of each token's decay, and step size.
+        scale: factor of q; K ** -0.5 if None.
+        initial_state: [N, HV, K, V], or [N, HV, V, K] if state_v_first; 0 if None.
+        cu_seqlens: [N + 1], bounds of packed sequences; B is 1. None: each batch row is one.
+        output_final_state: also return the state after each sequence.
         output_h: also return the state before each chunk. On a GPU, packed sequences then need
             cu_seqlens_cpu, because the number of chunks depends on the lengths.
-        auto_cp: allow cutting sequences into segments. With False the bits of a result do not
-            depend on the rest of the batch.
+        auto_cp: allow cutting long sequences into segments that run in parallel. With False the
+            bits of a result do not depend on the rest of the batch.
         enable_fwd_cp_cache: also return the segments and their start states, for the backward. None
             returns them where `chunk_gated_delta_rule` saves them by default.
         is_train: False returns no g_cum and no A, which is faster. None means True.
         cp_context: must be None.
+        cu_seqlens_cpu: the bounds on the CPU; optional.
+        use_gate_in_kernel, A_log, dt_bias: g holds the input of the gate; use -exp(A_log)
+            softplus(g + dt_bias), with A_log and dt_bias (0 if None) of shape [HV].
+        use_beta_sigmoid_in_kernel: use sigmoid(beta); with allow_neg_eigval 2 sigmoid(beta).
+        exact, warm_log_bound: the start state of a segment may omit what has decayed below
+            e^warm_log_bound, -12 if None; exact=True means -104.
         out: [B, T, HV, V] of any float dtype; o is copied into `out`, and `out` is returned as o.
 
     Returns:
         g_cum [B, T, HV]: cumulative sum of the gates within each chunk of 64 tokens, natural log,
-            fp32.
+        fp32.
         A [B, T, HV, 64]: row t of its chunk's (I + tril(beta decay k k^T, -1))^-1, q's dtype. Do
-            not mix g_cum and A of different libraries: FlashQLA's A has no decay, FLA's g is base
-            2.
+        not mix g_cum and A of different libraries: FlashQLA's A has no decay, FLA's g is base 2.
         o [B, T, HV, V].
         h [B, chunks, HV, K, V] in q's dtype, or None.
         final_state [N, HV, K, V], or None.
         cp_cache: an argument for chunk_gated_delta_rule_bwd; None without enable_fwd_cp_cache. With
-            enable_fwd_cp_cache=True, the tensors of cp_cache have no rows if no segments were
-            saved, because no sequence was cut or K = 256.
+        enable_fwd_cp_cache=True, the tensors of cp_cache have no rows if no segments were saved,
+        because no sequence was cut or K = 256.
 
     Raises:
         ValueError: the arguments do not fit together.
@@ -157,19 +166,21 @@ def chunk_gated_delta_rule_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Runs the backward on the results of `chunk_gated_delta_rule_fwd` and returns the gradients.
 
-    Arguments not listed here are those of `chunk_gated_delta_rule_fwd`.
-
     Args:
-        q, k: the q and k of the forward call.
+        q, k, v: those of the forward call.
         g: the g_cum that the forward returned.
         beta: [B, T, HV] after its activation.
         A: the A that the forward returned.
         do: [B, T, HV, V], the gradient of o; any strides.
         dht: [N, HV, K, V], the gradient of the final state; 0 if None.
+        scale, initial_state, cu_seqlens, state_v_first, cu_seqlens_cpu: those of the forward call.
+        auto_cp: allow cutting long sequences into segments that run in parallel.
         cp_cache: the cp_cache of a forward of the same batch. The backward uses the segments and
             start states of the cache, unless it is faster not to cut. None: the backward computes
             segments and start states itself. At K = 256 sequences are not cut.
         cp_context: must be None.
+        exact, warm_log_bound: the start state of a segment may omit what has decayed below
+            e^warm_log_bound, -12 if None; exact=True means -104.
 
     Returns:
         dq, dk, dv and dbeta in the dtype of their inputs; dg [B, T, HV] in fp32, the gradient of

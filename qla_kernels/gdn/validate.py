@@ -52,12 +52,12 @@ ELSEWHERE = "use fla.ops.gated_delta_rule"
 
 
 class Gate(NamedTuple):
-    """The arguments of a call that describe the gate, which computes each token's decay.
+    """A record: the arguments of a call that describe the gate, which computes each token's decay.
 
     Attributes:
         use_gate_in_kernel: True if the log of the decay is -exp(A_log) softplus(g + dt_bias), where
             g is an argument of the call; False if it is g.
-        A_log: [HV].
+        A_log: [HV]; required with use_gate_in_kernel.
         dt_bias: [HV]; 0 if None.
     """
 
@@ -85,18 +85,23 @@ def refusal(
 ) -> str | None:
     """Returns the reason why this version cannot run `chunk_gated_delta_rule`, or None if it can.
 
-    The answer is the same with and without gradients. The answer does not depend on g, beta and
-    states, which may have any float dtype and any strides.
+    The reason is an error text: what was passed, what is needed instead, and a remedy. It is the
+    same with and without gradients, and does not depend on g, beta and states, which may have any
+    float dtype and any strides.
 
     Args:
-        q, k, v: as in `chunk_gated_delta_rule`, with shapes that fit together.
-        cp_context: the call's context; layouts other than "contiguous" and "zigzag" are refused.
-        output_h: as in `chunk_gated_delta_rule_fwd`; on a GPU, packed sequences then need
-            cu_seqlens_cpu.
-        cu_seqlens, cu_seqlens_cpu: as in `chunk_gated_delta_rule`; read only with output_h.
-        anchored: True for a call of a `GdnPool`.
-        capability: answer as if the tensors were on a GPU of this compute capability: (9, 0).
-        op: the name of the function, which begins the returned text.
+        q, k: [B, T, H, K].
+        v: [B, T, HV, V].
+        cp_context: for sequences that are split over ranks; layouts other than "contiguous" and
+            "zigzag" are refused.
+        output_h: True if the call returns the state before each chunk; packed sequences on a GPU
+            then need cu_seqlens_cpu.
+        cu_seqlens, cu_seqlens_cpu: the bounds of packed sequences, on q's device and on the CPU;
+            read only with output_h.
+        anchored: True for a call of `GdnPool.prefill` or `GdnPool.decode`.
+        capability: None answers for the device of the tensors; (9, 0) as if they were on a GPU of
+            this compute capability.
+        op: the name of the function, with which the text begins.
     """
     reason = _refused_everywhere(q, k, v, cp_context)
     if reason is None:
@@ -174,7 +179,17 @@ def _uncounted_states(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) 
 
 
 def check_activations(op: str, v: Tensor, gate: Gate, options: Options) -> None:
-    """Raises ValueError unless the flags and the parameters of the gate fit together, and v."""
+    """Raises ValueError unless the flags of beta and the parameters of the gate fit together.
+
+    allow_neg_eigval needs use_beta_sigmoid_in_kernel; use_gate_in_kernel needs A_log, and A_log and
+    dt_bias must be [HV].
+
+    Args:
+        op: the name of the function, for the error.
+        v: [B, T, HV, V], which has the number of heads.
+        gate: use_gate_in_kernel, A_log and dt_bias of the call.
+        options: the other flags of the call.
+    """
     if options.allow_neg_eigval and not options.use_beta_sigmoid_in_kernel:
         got = "allow_neg_eigval without use_beta_sigmoid_in_kernel"
         fix = "pass use_beta_sigmoid_in_kernel=True, or beta in [0, 2] and neither flag"
@@ -199,11 +214,19 @@ def check_tensors(
     cu_seqlens_cpu: Tensor | None = None,
     state_v_first: bool = False,
 ) -> None:
-    """Raises ValueError unless types, shapes, devices and dtypes fit together.
+    """Raises ValueError unless a call's tensors fit together in types, shapes, devices and dtypes.
 
-    The arguments are those of `chunk_gated_delta_rule`; `op` is the function that the error names.
-    Does not check strides. `refusal` checks the dtypes of q, k and v. Raises Unsupported if a
-    tensor has a forward-mode tangent.
+    Raises Unsupported if a tensor has a forward-mode tangent. Does not check strides, and not
+    whether the dtypes of q, k and v are supported; `refusal` does.
+
+    Args:
+        op: the name of the function, for the error.
+        q, k, v: [B, T, H, K] twice, and [B, T, HV, V].
+        g, beta: [B, T, HV].
+        initial_state: [N, HV, K, V], or [N, HV, V, K] if state_v_first; or None.
+        cu_seqlens: [N + 1], bounds of packed sequences; None: N is B.
+        cu_seqlens_cpu: the same bounds on the CPU, or None.
+        state_v_first: the layout of initial_state.
     """
     tensors = q, k, v, g, beta
     if cu_seqlens is None:

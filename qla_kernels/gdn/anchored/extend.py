@@ -20,16 +20,13 @@ BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of a numb
 
 
 class Slots(NamedTuple):
-    """The tensors of a `GdnPool`. Every tensor has one entry per slot; a slot holds one sequence.
+    """A record: the tensors of a `GdnPool`, a state cache with one slot per sequence.
 
-    A slot has the sequence's state after a number of whole chunks of 64 tokens (the anchor), and k,
-    v, g and beta of the tokens since (the tail). Token t of the sequence is entry t % 128 of the
-    tail. There are H key heads of size K, and HV value heads of size V.
-    The pool uses one slot for padding and never changes it. The slots of a tensor may lie any
-    distance apart, for example in the pages of a cache.
-
-    The kernels that read anchors have K = 64 and K = 128. For another K, each head of `anchors`
-    must be followed in memory by rows of zeros, up to the next larger of these two numbers.
+    A slot holds the recurrent state after a number of whole chunks of 64 tokens (the anchor), and
+    k, v, g and beta of the tokens since (the tail): token t of the sequence is entry t % 128 of the
+    tail. There are H key heads of size K, and HV value heads of size V. One slot is for padding,
+    and never changes. Slots may lie any distance apart, for example in the pages of an engine's
+    cache.
 
     Attributes:
         anchors: [slots, HV, K, V] fp32, the state after `anchored` tokens.
@@ -40,6 +37,9 @@ class Slots(NamedTuple):
         anchored: [slots] int32, number of tokens before the tail, a multiple of 64.
         lengths: [slots] int32, number of tokens of the sequence so far.
     """
+
+    # The kernels that read anchors have K = 64 and K = 128. For another K, each head of `anchors`
+    # must be followed in memory by rows of zeros, up to the next larger of these two numbers.
 
     anchors: Overwritten
     k_tail: Overwritten
@@ -53,13 +53,15 @@ class Slots(NamedTuple):
 def slot_parts(
     H: int, HV: int, K: int, V: int, dtype: torch.dtype, wide: torch.dtype
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Returns (shape, dtype) of one slot of a pool, for each of the seven tensors of `Slots`.
+    """Returns (shape, dtype) of one slot of each tensor of `Slots`, in the order of its fields.
+
+    `Slots` are the seven tensors of a state cache: anchors, k, v, g, beta, and two counts.
 
     Args:
         H, HV: number of key heads and of value heads.
         K, V: sizes of a key and of a value.
         dtype: the dtype of q, k, v and o.
-        wide: the dtype of states, g and beta.
+        wide: the dtype of states, g and beta, such as fp32.
     """
     gates, count = ((TAIL_PLACES, HV), wide), ((), torch.int32)
     k, v = ((TAIL_PLACES, H, K), dtype), ((TAIL_PLACES, HV, V), dtype)
@@ -67,15 +69,15 @@ def slot_parts(
 
 
 class Extension(NamedTuple):
-    """The sequences of a `GdnPool` to which a call appends tokens.
+    """A record: the slots of a state cache (a `GdnPool`) to which a call appends tokens, and how.
 
     Attributes:
-        state_indices: [N], the slot of each sequence. `null_slot` and numbers outside the pool
-            mark sequences of padding, whose tokens are ignored.
-        has_initial_state: [N] bool, True for sequences that continue from their slot, False for
-            new ones. None: all are new. Not read if `drafts` is True.
-        drafts: True for a decode. All sequences then continue, and the new tokens stay in the
-            tails of the slots, where they can be rejected.
+        state_indices: [N], the slot of each sequence. `null_slot`, and numbers outside the cache,
+            mark padding: the tokens are ignored.
+        has_initial_state: [N] bool, True for sequences that continue from their slot, False for new
+            ones. None: all are new. Not read if `drafts` is True.
+        drafts: True for `decode`: all sequences continue, and the new tokens stay in the tails of
+            their slots, from which `reject` can remove them. False for `prefill`.
         null_slot: the slot that marks padding.
     """
 
@@ -86,7 +88,7 @@ class Extension(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """The tensors of T packed tokens, as the gated delta rule uses them.
+    """A record: the tensors of T packed tokens, as the gated delta rule uses them.
 
     There are H key heads of size K, and HV value heads of size V.
 
@@ -105,16 +107,16 @@ class Tokens(NamedTuple):
 
 
 class TokenPlaces(NamedTuple):
-    """Says which token of which sequence each row of a packed tensor holds.
+    """A record: which token of which sequence each row of a packed tensor holds.
 
-    A packed tensor has the tokens of N sequences of a pool, one sequence after another, and then
-    unused rows, because its size must not depend on lengths that only the device knows.
+    The tensor has tokens of N sequences of a state cache, one sequence after another, and unused
+    rows at the end, because its size must not depend on lengths that only the GPU knows.
 
     Attributes:
         bounds: [N + 1]; sequence n has the rows bounds[n] to bounds[n + 1].
         owner: [rows], the number of the row's sequence; any number in unused rows.
-        token: [rows], the number of the row's token, counted from the sequence's anchor (the state
-            that its slot of the pool has).
+        token: [rows], the number of the row's token in its sequence, where 0 is the first token
+            after the state that the cache has for the sequence.
         used: [rows] bool, False in unused rows.
     """
 
@@ -125,12 +127,12 @@ class TokenPlaces(NamedTuple):
 
 
 class AnchorRows(NamedTuple):
-    """The states of a `GdnPool` on a CPU, and which of them each sequence reads and writes.
+    """Reads and writes states of a state cache (a `GdnPool`) for N sequences, on a CPU.
 
     Attributes:
-        anchors: [slots, HV, K, V], the states.
-        starts: [N] int32, the slot from whose state each sequence starts; negative: from 0.
-        ends: [N] int32, the slot to which its final state is written; negative: nowhere.
+        anchors: [slots, HV, K, V], the states of all slots.
+        starts: [N] int32, the slot from whose state a sequence starts; negative: from a state of 0.
+        ends: [N] int32, the slot to which its final state is written; negative: to none.
     """
 
     anchors: Tensor
@@ -152,16 +154,16 @@ class AnchorRows(NamedTuple):
 
 
 def extend(call: Call, pool: Slots, extension: Extension, rows: Any = AnchorRows) -> Tensor:
-    """Appends the tokens of a call to sequences of a `GdnPool`; returns o [B, T, HV, V].
+    """Appends tokens to sequences of a state cache, and computes their gated delta rule.
 
-    o is 0 for sequences of padding and for tokens past the last sequence.
+    Returns o [B, T, HV, V] of the new tokens; 0 for padding and for tokens past the last sequence.
 
     Args:
-        call: the tokens. g is the log of the decay, and beta is used as it is.
-        pool: the tensors of the pool, which are updated in place.
-        extension: the slots of the sequences.
-        rows: the class that reads and writes states of the pool: AnchorRows, or one with the same
-            constructor for tensors on a GPU.
+        call: the new tokens: q, k (already normalised), v, g (log of the decay) and beta.
+        pool: the tensors of the cache, which are updated in place.
+        extension: the slots of the sequences, and which of them are new.
+        rows: the class that reads and writes states: AnchorRows, or one with the same constructor
+            and methods for a GPU.
     """
     if not call.num_sequences:
         return call.v.new_zeros(call.v.shape)

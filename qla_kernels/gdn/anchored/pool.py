@@ -30,16 +30,15 @@ REJECTION = Signature("lengths [slots]; state_indices [N] int; num_tokens [N]")
 
 
 class GdnPool:
-    """Holds the states of sequences for inference that computes the same bits as training.
+    """A cache of recurrent states for inference whose outputs have the same bits as training's.
 
-    A slot holds one sequence, to which `prefill` and `decode` append tokens, as an anchor and a
-    tail. The anchor is the state after the last whole chunk of 64 tokens; the tail holds the tokens
-    after this chunk. On a GPU, the results have the same bits as `chunk_gated_delta_rule(..,
-    batch_invariant=True)` over the whole sequence. The results of a sequence do not depend on how
-    calls split the sequence, or on other sequences of a call. On a CPU the results are the same up
-    to rounding.
+    It has one slot per sequence, to which `prefill` and `decode` append tokens. On a GPU, outputs
+    have the bits of `chunk_gated_delta_rule(.., batch_invariant=True)` over the whole sequence,
+    however calls split the sequence, and whatever other sequences a call has. On a CPU they are
+    equal up to rounding. For this, a slot holds the state after the last whole chunk of 64 tokens,
+    and k, v, g and beta of the later tokens.
 
-    Not differentiable. No method waits for the device; CUDA graphs can capture all methods.
+    Not differentiable. No method waits for the GPU; CUDA graphs can capture all methods.
 
     Args:
         num_slots: the largest number of sequences.
@@ -150,18 +149,29 @@ class GdnPool:
         use_beta_sigmoid_in_kernel: bool = False,
         allow_neg_eigval: bool = False,
     ) -> Tensor:
-        """Appends tokens to sequences of the pool; returns o [B, T, HV, V] of these tokens.
-
-        Arguments that are not listed are those of `chunk_gated_delta_rule`.
+        """Appends tokens to sequences of the cache; returns o [B, T, HV, V] of these tokens.
 
         Args:
-            state_indices: [N] int32 or int64, the slot of each sequence. An index outside the pool
+            q, k: [B, T, H, K].
+            v: [B, T, HV, V].
+            g, beta: [B, T, HV], natural log of each token's decay, and step size.
+            state_indices: [N] int32 or int64, the slot of each sequence. An index outside the cache
                 marks padding: the results of that sequence are 0, and no slot is changed. Two
                 sequences must not share a slot, and indices must fit in int32. A CPU call, and any
                 call under QLA_CHECK=1, raises ValueError otherwise. An unchecked GPU call leaves a
                 shared slot undefined, and `decode` and `reject` read the low 32 bits of an index.
+            cu_seqlens: [N + 1], bounds of packed sequences; B is 1. None: each batch row is one.
             has_initial_state: [N] bool, True for a sequence that continues from its slot, False for
                 a new sequence, which overwrites its slot. None: all sequences are new.
+            scale: factor of q; K ** -0.5 if None.
+            use_qk_l2norm_in_kernel: divide q and k by their L2 norm over K first.
+            use_gate_in_kernel, A_log, dt_bias: g holds the input of the gate; use -exp(A_log)
+                softplus(g + dt_bias), with A_log and dt_bias (0 if None) of shape [HV].
+            use_beta_sigmoid_in_kernel: use sigmoid(beta); with allow_neg_eigval 2 sigmoid(beta).
+
+        Raises:
+            ValueError: the arguments do not fit together, or do not fit the cache.
+            Unsupported: this version cannot run the call.
         """
         options = Options(use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval)
         gate = Gate(use_gate_in_kernel, A_log, dt_bias)
@@ -191,14 +201,23 @@ class GdnPool:
         use_beta_sigmoid_in_kernel: bool = False,
         allow_neg_eigval: bool = False,
     ) -> Tensor:
-        """Appends T tokens to each of B sequences; returns o [B, T, HV, V] of these tokens.
+        """Appends T tokens, at most 8, to each of B sequences; returns their o [B, T, HV, V].
 
-        T is at most 8. The tokens may be drafts: `reject` removes drafts that are not accepted. An
-        unused slot begins a new sequence; any other slot continues its sequence. Arguments that are
-        not listed are those of `chunk_gated_delta_rule`.
+        The tokens may be drafts of speculative decoding: `reject` removes those that are not
+        accepted. An unused slot begins a new sequence; any other slot continues its sequence.
 
         Args:
-            state_indices: [B], the slot of each sequence, as in `prefill`.
+            q, k, v, g, beta: the new tokens, as `prefill` takes them: [B, T, heads, size] and [B,
+                T, HV].
+            state_indices: [B] int32 or int64, the slot of each sequence; an index outside the cache
+                marks padding, whose results are 0. Two sequences must not share a slot.
+            scale: factor of q; K ** -0.5 if None.
+
+        The flags, and A_log and dt_bias, are those of `prefill`.
+
+        Raises:
+            ValueError: the arguments do not fit together, or do not fit the cache.
+            Unsupported: T is more than 8, or this version cannot run the call.
         """
         pool = self.tensors
         arguments = (
@@ -227,8 +246,11 @@ class GdnPool:
     def reject(self, state_indices: Tensor, num_tokens: Tensor) -> None:
         """Removes the last num_tokens[n] tokens of the sequence in slot state_indices[n].
 
+        This undoes a part of the last `decode`: draft tokens that were not accepted.
+
         Args:
-            state_indices: [N], the slot of each sequence, as in `prefill`.
+            state_indices: [N] int32 or int64, the slot of each sequence; an index outside the cache
+                marks padding.
             num_tokens: [N] integers, at most the number of tokens of the last `decode`. A larger
                 number is detected only if the slot stores fewer tokens: it stores those after the
                 last whole chunk of 64. A CPU call, and any call under QLA_CHECK=1, then raises

@@ -61,10 +61,10 @@ def fused_recurrent_gated_delta_rule(
     out: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes `chunk_gated_delta_rule` token by token, for decoding.
+    """Computes the gated delta rule token by token, for decoding.
 
-    Computes in fp32, or fp64 if q is fp64, and does not round between tokens. On a GPU each state
-    is read once and written once.
+    The same function as `chunk_gated_delta_rule`, computed in fp32, or fp64 if q is fp64, without
+    rounding between tokens. On a GPU each state is read once and written once.
 
     Args:
         q, k: [B, T, H, K].
@@ -72,11 +72,11 @@ def fused_recurrent_gated_delta_rule(
         g: [B, T, HV], natural log of each token's decay; None for no decay.
         gk, gv: must be None; decays per row or column of the state are not implemented.
         beta: [B, T, HV], or [B, T, HV, V] for each column of V; 1 if None.
-        scale: K ** -0.5 if None.
+        scale: factor of q; K ** -0.5 if None.
         initial_state: [N, HV, K, V], a state for each sequence; 0 if None. On a GPU a copy is made
             if the dtype is not fp32, or if the kernel cannot read the strides or the address. With
-            state_indices, initial_state is the pool [slots, HV, K, V], which is updated in place
-            and never copied: on a GPU in fp32, or in bf16 if q is bf16, on a CPU in any float
+            state_indices, initial_state is a state cache [slots, HV, K, V], which is updated in
+            place and never copied: on a GPU in fp32, or in bf16 if q is bf16, on a CPU in any float
             dtype.
         output_final_state: also return the state after each sequence.
         use_qk_l2norm_in_kernel: divide q and k by their L2 norm over K first, without rounding.
@@ -85,21 +85,21 @@ def fused_recurrent_gated_delta_rule(
         use_beta_sigmoid_in_kernel: beta holds logits; use sigmoid(beta).
         allow_neg_eigval: with the sigmoid, use 2 sigmoid(beta).
         state_v_first: states are [N, HV, V, K].
-        cu_seqlens: [N + 1] int32 or int64 on q's device; B is 1. Tokens past the last sequence are
-            not read, and their results are 0.
+        cu_seqlens: [N + 1] int32 or int64 on q's device, the bounds of packed sequences; B is 1.
+            Tokens past the last sequence are not read, and their results are 0.
         state_indices: [N] int32 or int64 on q's device. Sequence n starts from slot
-            state_indices[n] of the pool, and its final state overwrites that slot. Two sequences
-            must not share a slot. A negative index marks a sequence of padding: its results are 0,
-            and no slot is changed. An index past the pool raises ValueError on a CPU and under
+            state_indices[n] of the cache, and its final state overwrites that slot. Two sequences
+            must not share a slot. A negative index marks padding: the results of that sequence are
+            0, and no slot is changed. An index past the cache raises ValueError on a CPU and under
             QLA_CHECK=1; otherwise a GPU treats it as padding. The same checks reject int64 values
             that do not fit in int32; otherwise a GPU reads their low 32 bits.
-        null_slot: -1, or 0 if slot 0 of the pool holds no state: index 0 then marks padding too.
+        null_slot: -1, or 0 if slot 0 is reserved for padding: index 0 then marks padding too.
         out: with state_indices, a contiguous tensor like v; o is written to `out`, and `out` is
             returned.
 
     Returns:
         o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V] in fp32 (fp64 where q is
-        fp64), or None. With state_indices the second result is the pool, or None.
+        fp64), or None. With state_indices the second result is the cache, or None.
 
     Raises:
         ValueError: the arguments do not fit together.

@@ -50,10 +50,11 @@ def packed_decode_gated_delta_rule(
     z_activation: str = "silu",
     out: Tensor | None = None,
 ) -> Tensor:
-    """Decodes one token of each of N sequences and updates their states in a pool, in one launch.
+    """Decodes one token of each of N sequences and updates their states in a cache, in one launch.
 
     Equals `fused_recurrent_gated_delta_rule` with use_gate_in_kernel and
-    use_beta_sigmoid_in_kernel. With z, o then goes through RMSNorm and the output gate:
+    use_beta_sigmoid_in_kernel: g is -exp(A_log) softplus(a + dt_bias), and beta is sigmoid(b). With
+    z, o then goes through RMSNorm and the output gate:
 
         y = o / sqrt(mean o^2 + norm_eps) * norm_weight * act(z)        over a head's V columns
 
@@ -64,11 +65,18 @@ def packed_decode_gated_delta_rule(
             stride is a multiple of 16 bytes. H follows from the other sizes.
         a, b: [N, HV], the inputs of the gate and of beta's sigmoid.
         A_log, dt_bias: [HV]; dt_bias may be None.
-        initial_state: the pool [slots, HV, V, K], or [slots, HV, K, V] without state_v_first; fp32,
-            or bf16 with mixed_qkv in bf16. The stride between slots is a multiple of 4 elements.
-        state_indices, null_slot: as in `fused_recurrent_gated_delta_rule`; state_indices is [N].
-        scale: K ** -0.5 if None.
-        use_qk_l2norm_in_kernel, allow_neg_eigval: as in `fused_recurrent_gated_delta_rule`.
+        initial_state: the state cache [slots, HV, V, K], or [slots, HV, K, V] without
+            state_v_first; fp32, or bf16 with mixed_qkv in bf16; updated in place. The stride
+            between slots is a multiple of 4 elements.
+        state_indices: [N] int32 or int64, the slot of each sequence. Two sequences must not share a
+            slot. A negative index marks padding: the result is 0, and no slot is changed. An index
+            past the cache raises ValueError on a CPU and under QLA_CHECK=1; otherwise a GPU treats
+            it as padding. The same checks reject int64 values that do not fit in int32; otherwise a
+            GPU reads their low 32 bits.
+        scale: factor of q; K ** -0.5 if None.
+        use_qk_l2norm_in_kernel: divide q and k by their L2 norm over K first, without rounding.
+        allow_neg_eigval: beta is 2 sigmoid(b).
+        null_slot: -1, or 0 if slot 0 is reserved for padding: index 0 then marks padding too.
         z: [N, HV, V] in mixed_qkv's dtype, with adjacent columns; z may be a slice of a projection.
             On a GPU K and V must then be equal.
         norm_weight: [V], the weight of the RMSNorm; required with z.
@@ -98,7 +106,16 @@ def packed_decode_gated_delta_rule(
 
 
 class Step(NamedTuple):
-    """A checked call of `packed_decode_gated_delta_rule`, apart from mixed_qkv."""
+    """A record: the checked arguments of `packed_decode_gated_delta_rule`, except mixed_qkv.
+
+    Attributes:
+        a, b: [N, HV], the inputs of the gate and of beta's sigmoid.
+        A_log, dt_bias: [HV], the parameters of the gate; dt_bias is 0 if None.
+        pool: the state cache, the slot of each sequence, and the tensor for the result, if any.
+        norm: the RMSNorm and output gate that follow, or None.
+        scale: factor of q.
+        options: flags, such as whether q and k are divided by their norms.
+    """
 
     a: Tensor
     b: Tensor
@@ -130,7 +147,15 @@ def checked_step(
     z_activation: str,
     out: Tensor | None,
 ) -> Step:
-    """Checks the arguments of `packed_decode_gated_delta_rule`; errors name the function `op`."""
+    """Checks the arguments of `packed_decode_gated_delta_rule`; returns them as a `Step`.
+
+    mixed_qkv, with q, k and v, is checked but is not a part of the result. `op` is the name of the
+    function, for the error.
+
+    Raises:
+        ValueError: the arguments do not fit together.
+        Unsupported: this version cannot run the call.
+    """
     options = Options(
         flag(op, "use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
         use_beta_sigmoid_in_kernel=True,
@@ -157,13 +182,15 @@ def checked_step(
 
 
 def run_step(rows: Tensor, step: Step, ahead: bool = False) -> tuple[Tensor, ...]:
-    """Runs a step on `rows` in place of mixed_qkv.
+    """Runs a checked call of `packed_decode_gated_delta_rule`.
 
     Args:
-        ahead: the launch may load states while the launch before it still runs.
+        rows: mixed_qkv of the call, [N, 2 H K + HV V]: q, k and v of each sequence.
+        step: the other arguments, from `checked_step`.
+        ahead: True if the launch may load states while the launch before it still runs.
 
     Returns:
-        The result, or nothing if it was written to `out`.
+        A tuple with the result, which is empty if the result was written to the caller's `out`.
     """
     slots, norm, options = step.pool, step.norm, step.options
     q, k, v = split(PACKED_OP, rows, slots.states, options.state_v_first)

@@ -35,10 +35,10 @@ RECORDED = (  # a refusal of calls that overwrite a pool
 
 
 def in_whole_pieces(state: Tensor) -> bool:
-    """Returns whether a kernel can read states with the strides of `state`.
+    """Returns whether a decoding kernel can read a state tensor with these strides.
 
-    A thread reads 4 numbers at once, so the last stride must be 1, and the others multiples of 4.
-    The address is not checked.
+    It can if the last stride is 1 and the others are multiples of 4, because a thread reads 4
+    numbers at once. The address is not checked.
     """
     steps = [s for n, s in zip(state.shape[:-1], state.stride()[:-1], strict=True) if n > 1]
     return state.stride(-1) == 1 and all(s % STATE_PIECE == 0 for s in steps)
@@ -65,7 +65,16 @@ def check_pool(
     cu_seqlens: Tensor | None,
     state_v_first: bool,
 ) -> None:
-    """Raises ValueError unless `pool` has states like those of q and v, and indices are [N]."""
+    """Raises ValueError unless a state cache and the slots of N sequences fit a decoding call.
+
+    Args:
+        op: the name of the function, for the error.
+        q, v: [B, T, H, K] and [B, T, HV, V], whose sizes the states must have.
+        pool: the cache [slots, HV, K, V], or [slots, HV, V, K] if state_v_first.
+        indices: the slot of each sequence, which must be [N] integers.
+        cu_seqlens: [N + 1]; None: N is B.
+        state_v_first: the layout of states.
+    """
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     POOLED[state_v_first].check(op, q, pool, indices, N=N, HV=v.shape[2], V=v.shape[3])
 
@@ -84,16 +93,18 @@ def expect_out(op: str, out: Tensor, v: Tensor) -> None:
 def checked_norm(
     op: str, v: Tensor, z: Tensor | None, weight: Tensor | None, eps: Any, activation: object
 ) -> Norm | None:
-    """Returns the RMSNorm and output gate that follow a decoding step, or None if none follow.
+    """Checks the arguments of the RMSNorm and output gate after a decoding step; returns a `Norm`.
 
-    Raises ValueError if the arguments do not fit together, or do not fit v [N, 1, HV, V].
+    Returns None if there are none: z and weight are None. Raises ValueError if the arguments do not
+    fit together, or do not fit v.
 
     Args:
-        op: the function that the error names.
-        z: [N, HV, V], the gate; None, with weight None, if there is no norm.
+        op: the name of the function, for the error.
+        v: [N, 1, HV, V], the values of the step.
+        z: [N, HV, V], the input of the gate.
         weight: [V], the weight of the RMSNorm.
         eps: added to the mean square.
-        activation: "silu", "swish" or "sigmoid", of the gate.
+        activation: of the gate: "silu", "swish" or "sigmoid".
     """
     check_activation(op, "z_activation", activation, GATE_ACTIVATIONS)
     check_epsilon(op, "norm_eps", eps)
@@ -109,16 +120,18 @@ def checked_norm(
 def refused_norm(
     op: str, v: Tensor, K: int, norm: Norm | None, capability: tuple[int, int] | None = None
 ) -> str | None:
-    """Returns why a GPU cannot run a decoding step with this RMSNorm and output gate, or None.
+    """Returns why a GPU cannot run the RMSNorm and output gate after a decoding step, or None.
 
-    The call must have passed `recurrent_refusal`.
+    Also None without a norm, and on a CPU. Other reasons are those of `recurrent_refusal`, which
+    the caller must check first.
 
     Args:
-        op: the name of the function, which begins the returned text.
-        v: the values of the step, [N, 1, HV, V].
+        op: the name of the function, with which the text begins.
+        v: [N, 1, HV, V], the values of the step.
         K: the size of a key.
-        norm: the norm, from `checked_norm`.
-        capability: answer as if v were on a GPU of this compute capability: (9, 0).
+        norm: the norm and gate, from `checked_norm`, or None.
+        capability: None answers for v's device; (9, 0) as if v were on a GPU of this compute
+            capability.
     """
     if norm is None or not (v.is_cuda or capability is not None):
         return None
@@ -142,13 +155,18 @@ def recurrent_refusal(
     capability: tuple[int, int] | None = None,
     op: str = OP,
 ) -> str | None:
-    """Returns the reason why `fused_recurrent_gated_delta_rule` cannot run a call, or None.
+    """Returns why this version cannot run `fused_recurrent_gated_delta_rule`, or None if it can.
+
+    The reason is an error text: what was passed, what is needed instead, and a remedy.
 
     Args:
-        q, k, v, gk, gv: as in `fused_recurrent_gated_delta_rule`, with shapes that fit together.
-        pool: initial_state if the call has state_indices, else None.
-        capability: answer as if the tensors were on a GPU of this compute capability: (9, 0).
-        op: the name of the function, which begins the returned text.
+        q, k: [B, T, H, K].
+        v: [B, T, HV, V].
+        gk, gv: decays per row or column of the state, which are refused unless they are None.
+        pool: the state cache, for a call with state_indices, else None.
+        capability: None answers for the device of the tensors; (9, 0) as if they were on a GPU of
+            this compute capability.
+        op: the name of the function, with which the text begins.
     """
     for name, x in (("gk", gk), ("gv", gv)):
         if x is not None:
@@ -163,13 +181,15 @@ def recurrent_refusal(
 
 
 def refused_states(op: str, what: str, pool: Tensor, q: Tensor, on_gpu: bool) -> str | None:
-    """Returns the reason why a call cannot overwrite states in place, or None if it can.
+    """Returns why a kernel cannot write states into a given tensor in place, or None if it can.
+
+    Reasons are states that share memory, and on a GPU their dtype and strides.
 
     Args:
-        op: the name of the function, which begins the returned text.
-        what: what the text calls the states: "the pool of states".
-        pool: the states; on a GPU their dtype and strides must suit the kernel.
-        q: the queries of the call, whose dtype decides whether states may be bf16.
+        op: the name of the function, with which the text begins.
+        what: what the text calls the tensor, such as "the pool of states".
+        pool: the tensor, such as a state cache [slots, HV, K, V].
+        q: the queries; bf16 states need bf16 queries.
         on_gpu: True if the call runs on a GPU.
     """
     if any(n > 1 and s == 0 for n, s in zip(pool.shape, pool.stride(), strict=True)):

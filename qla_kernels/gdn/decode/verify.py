@@ -56,24 +56,29 @@ def verify_gated_delta_rule(
     null_slot: int = -1,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Runs draft tokens of N sequences from a pool of states, and saves the state after each token.
+    """Runs the gated delta rule on draft tokens of N sequences, and saves the state after each.
 
-    The shape of state_indices selects one of two forms. Each form is one launch. Arguments that are
-    not listed are those of `fused_recurrent_gated_delta_rule`. Not differentiable.
+    For speculative decoding, with states in a cache: the next call starts from the state after the
+    last accepted token. The shape of state_indices says where states are saved: with [N, S] in
+    slots of the cache; with [N] in `checkpoints`, if passed, and the cache is not changed. One
+    launch; not differentiable.
 
     Args:
-        initial_state: the pool [slots, HV, K, V], or [slots, HV, V, K] if state_v_first.
+        q, k: [B, T, H, K].
+        v: [B, T, HV, V].
+        g: [B, T, HV], natural log of each token's decay.
+        beta: [B, T, HV], step size of each token.
+        initial_state: the cache [slots, HV, K, V], or [slots, HV, V, K] if state_v_first.
         state_indices: [N, S] or [N], int32 or int64.
             [N, S]: the state after token t of sequence n overwrites slot state_indices[n, t]; all
-            slots must differ. The sequence starts from slot
-            state_indices[n, num_accepted_tokens[n] - 1], where the previous call saved the state
-            after the last accepted token.
-            [N]: sequence n starts from slot state_indices[n], and the pool is not changed. Several
-            sequences may start from one slot.
+            slots must differ. The sequence starts from slot state_indices[n, num_accepted_tokens[n]
+            - 1], where the previous call saved the state after the last accepted token.
+            [N]: sequence n starts from slot state_indices[n]. Several sequences may start from one
+            slot.
             A sequence whose first slot is at most null_slot is padding: o is 0, and no state is
             saved. If a later slot is at most null_slot, the state of that token is not saved.
         num_accepted_tokens: [N], with state_indices [N, S]: from 1 to S; 1 if None.
-        checkpoints: [rows, S, HV, K, V], or [.., V, K] if state_v_first, in the pool's dtype, only
+        checkpoints: [rows, S, HV, K, V], or [.., V, K] if state_v_first, in the cache's dtype, only
             with state_indices [N]: the state after token t overwrites checkpoints[row, t].
         checkpoint_indices: [N], with checkpoints: the row of each sequence. Two sequences must not
             share a row. A negative row marks padding.
@@ -81,7 +86,13 @@ def verify_gated_delta_rule(
             t > 0 starts from the state after token parents[n, t] < t, or from the sequence's slot
             if parents[n, t] is negative. parents[n, 0] is not read. None: each token starts from
             the state after the token before.
-        null_slot: -1, or 0 if slot 0 of the pool holds no state.
+        scale: factor of q; K ** -0.5 if None.
+        use_qk_l2norm_in_kernel: divide q and k by their L2 norm over K first, without rounding.
+        use_gate_in_kernel, A_log, dt_bias: g holds the input of the gate; use -exp(A_log)
+            softplus(g + dt_bias), with A_log and dt_bias (0 if None) of shape [HV].
+        use_beta_sigmoid_in_kernel: use sigmoid(beta); with allow_neg_eigval 2 sigmoid(beta).
+        cu_seqlens: [N + 1], bounds of packed sequences; B is 1. None: each batch row is one.
+        null_slot: -1, or 0 if slot 0 of the cache is reserved for padding.
         out: a contiguous tensor like v; o is written to `out`, and `out` is returned.
 
     A sequence may have at most S tokens. On a CPU, and under QLA_CHECK=1, numbers that are out of
@@ -89,8 +100,8 @@ def verify_gated_delta_rule(
     as padding, num_accepted_tokens is clamped, a parent that is not before its token counts as the
     token before, states past S are not saved, and only the low 32 bits of int64 numbers are read.
 
-    With a pool in bf16, a token whose parent is not the token before starts from the rounded state;
-    all others start from the state in fp32.
+    With a cache in bf16, a token whose parent is not the token before starts from the rounded
+    state; all others start from the state in fp32.
 
     Returns:
         o [B, T, HV, V] in q's dtype.

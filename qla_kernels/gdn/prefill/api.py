@@ -67,18 +67,22 @@ def prefill_gated_delta_rule(
     exact: bool | None = None,
     warm_log_bound: float | None = None,
 ) -> Tensor:
-    """Computes `chunk_gated_delta_rule` on states in a pool, and updates them in place.
+    """Computes the gated delta rule over prompts, from and into states in a cache, for serving.
 
-    The kernel reads and writes states in the pool's dtype, layout and strides, and computes in
-    fp32. Arguments that are not listed are those of `chunk_gated_delta_rule`. Not differentiable:
-    a call while gradients are recorded raises Unsupported.
+    The same function as `chunk_gated_delta_rule`, but each sequence starts from the state in a slot
+    of the cache, and its final state overwrites a slot. The kernel reads and writes states in the
+    cache's dtype, layout and strides, and computes in fp32. Not differentiable: a call while
+    gradients are recorded raises Unsupported.
 
     Args:
-        initial_state: the pool [slots, HV, K, V], or [slots, HV, V, K] if state_v_first, in fp32 or
-            bf16, any strides. On a GPU q, k and v are bf16.
+        q, k: [B, T, H, K].
+        v: [B, T, HV, V].
+        g, beta: [B, T, HV], natural log of each token's decay, and step size.
+        initial_state: the cache [slots, HV, K, V], or [slots, HV, V, K] if state_v_first, in fp32
+            or bf16, any strides. On a GPU q, k and v are bf16.
         state_indices: [N] int32 or int64. The final state of sequence n overwrites slot
             state_indices[n]. Two sequences must not share a slot. If the index is at most
-            null_slot, o is written, but the final state is not. An index past the pool raises
+            null_slot, o is written, but the final state is not. An index past the cache raises
             ValueError on a CPU and under QLA_CHECK=1; otherwise a GPU does not write that state.
             The same checks reject int64 values that do not fit in int32; otherwise a GPU reads
             their low 32 bits.
@@ -86,6 +90,8 @@ def prefill_gated_delta_rule(
             state_indices. A sequence whose start index is at most null_slot starts from a state of
             0. Several sequences may start from the same slot, but no sequence may start from a slot
             that another sequence overwrites.
+        cu_seqlens: [N + 1], bounds of packed sequences; B is 1. None: each batch row is one.
+        cu_seqlens_cpu: the same bounds on the CPU; optional, for a better choice of segments.
         checkpoints: [entries, HV, K, V], or [.., V, K] if state_v_first, in fp32 or bf16, any
             strides. The call writes intermediate states to this tensor, one state per entry.
         checkpoint_every: write the state of a sequence after every checkpoint_every tokens, a
@@ -98,10 +104,18 @@ def prefill_gated_delta_rule(
             first_checkpoints[n] tokens. Without checkpoint_every, sequence n has no other
             checkpoint. A negative number means no checkpoint. None: the first checkpoint is the
             state after checkpoint_every tokens.
-        null_slot: -1, or 0 if slot 0 of the pool holds no state.
+        scale: factor of q; K ** -0.5 if None.
+        use_qk_l2norm_in_kernel: divide q and k by their L2 norm over K first.
+        use_gate_in_kernel, A_log, dt_bias: g holds the input of the gate; use -exp(A_log)
+            softplus(g + dt_bias), with A_log and dt_bias (0 if None) of shape [HV].
+        use_beta_sigmoid_in_kernel: use sigmoid(beta); with allow_neg_eigval 2 sigmoid(beta).
+        null_slot: -1, or 0 if slot 0 of the cache is reserved for padding.
         out: a contiguous tensor like v; o is written to `out`, and `out` is returned.
-        auto_cp: allow cutting sequences into segments. With False the bits of a result do not
-            depend on the rest of the batch. None: False under QLA_BATCH_INVARIANT=1, else True.
+        auto_cp: allow cutting long sequences into segments that run in parallel. With False the
+            bits of a result do not depend on the rest of the batch. None: False under
+            QLA_BATCH_INVARIANT=1, else True.
+        exact, warm_log_bound: the start state of a segment may omit what has decayed below
+            e^warm_log_bound. The default is -12, and -104 with exact=True or under QLA_EXACT=1.
 
     Returns:
         o [B, T, HV, V] in q's dtype.
@@ -200,12 +214,17 @@ def prefill_refusal(
     checkpoints: Tensor | None = None,
     capability: tuple[int, int] | None = None,
 ) -> str | None:
-    """Returns the reason why `prefill_gated_delta_rule` cannot run a call, or None.
+    """Returns why this version cannot run `prefill_gated_delta_rule`, or None if it can.
+
+    The reason is an error text: what was passed, what is needed instead, and a remedy.
 
     Args:
-        q, k, v, checkpoints: as in `prefill_gated_delta_rule`, with shapes that fit together.
-        pool: the initial_state of the call.
-        capability: answer as if the tensors were on a GPU of this compute capability: (9, 0).
+        q, k: [B, T, H, K].
+        v: [B, T, HV, V].
+        pool: the state cache, which the call takes as initial_state.
+        checkpoints: the tensor for intermediate states, or None.
+        capability: None answers for the device of the tensors; (9, 0) as if they were on a GPU of
+            this compute capability.
     """
     if reason := refusal(q, k, v, capability=capability, op=PREFILL_OP):
         return reason

@@ -45,7 +45,7 @@ LINKS = "ranks could not exchange links"
 
 @dataclass(frozen=True)
 class CPContext:
-    """The part of a packed batch that this rank holds; `build_cp_context` makes it.
+    """A record of the part of a packed batch that this rank holds, from `build_cp_context`.
 
     The fields have the names of FLA's FLACPContext. In the contiguous layout a rank holds
     consecutive tokens. In the zigzag layout a rank holds two stretches of consecutive tokens, which
@@ -180,9 +180,10 @@ _UNITS = {CONTIGUOUS: ("rank", "ranks"), ZIGZAG: ("stretch", "stretches")}  # in
 
 
 class LinePlace(NamedTuple):
-    """What a call needs of a `CPContext`: the place of this rank among the ranks of a batch.
+    """A record: which tokens of a packed batch this rank holds, from a checked `CPContext`.
 
-    A rank holds one stretch of consecutive tokens in the layout "contiguous", and two in "zigzag".
+    A batch is split over ranks. A rank holds one stretch of consecutive tokens in the layout
+    "contiguous", and two in "zigzag".
 
     Attributes:
         group: the ranks that share the batch.
@@ -216,9 +217,12 @@ def _unknown(got: str) -> Reason:
 def group_of(op: str, cp_context: Any) -> dist.ProcessGroup:
     """Returns the process group of cp_context, or the group of all ranks if it has none.
 
-    cp_context is a `CPContext`, or FLA's FLACPContext, of a batch that is split over ranks. Its
-    other fields are not read, so that a rank can tell the group about an error in one. Raises
-    ValueError if torch.distributed has no process group; the error names `op`.
+    Raises ValueError if torch.distributed is not initialised. Reads no other field of the context,
+    so it works if another field is wrong, and this rank can then tell the group.
+
+    Args:
+        op: the name of the function, for the error.
+        cp_context: a `CPContext`, or FLA's FLACPContext: the part of a batch that a rank holds.
     """
     group = getattr(cp_context, "group", None)
     if group is None:
@@ -288,35 +292,32 @@ def _check_pairs(op: str, front: int, num_sequences: int, *pairs: list[int]) -> 
 def agree(
     op: str, shard: LinePlace, facts: Mapping[str, object], problem: Exception | None, on_gpu: bool
 ) -> None:
-    """Checks that all ranks make the same call; if they do not, raises an error on every rank.
+    """Raises an error on every rank of a group unless all ranks make the same call.
 
-    Also raises on every rank if one of them has an error in its own arguments. Calls differ if
-    `facts` differ between ranks, or if the ranks' contexts disagree about sequences that continue
-    from one rank to the next. CPU calls are always compared. A GPU call is compared only if its
-    facts are new to the group, because ranks wait for each other and for the GPU when they compare.
-    If ranks make the same calls, either all ranks compare or no rank does:
-
-    * Only `facts` decide whether a call is compared. The facts are equal on all ranks if the call
-      is right. The ends of sequences and the number of tokens do not decide, because they differ by
-      batch.
-    * The set of known facts is the same on all ranks. The set grows only after an exchange in which
-      all ranks took part, and all ranks decide from the same data whether to add the facts and
-      whether to raise.
-
-    If one rank has a problem, or facts that are new to this rank alone, while the other ranks make
-    a known call, then the other ranks do not take part here, and the group's timeout ends the job.
-    If ranks make different calls that are both known, the tensors that they exchange show it:
-    these carry a checksum of the facts and of the ends of sequences (`signed`). The number of
-    tokens is compared only when facts are new.
+    Ranks exchange their facts, the ends of their sequences, and their errors. They raise if facts
+    differ, if neighbouring ranks disagree about the sequence between them, or if a rank has a
+    `problem`. CPU calls are always compared; a GPU call only if its facts are new to the group,
+    because comparing waits for other ranks and for the GPU.
 
     Args:
-        op: the function that the error names.
-        shard: the place of this rank, which has the ends of its sequences.
+        op: the name of the function, for the error.
+        shard: which tokens this rank holds, with the ends of its sequences.
         facts: properties of the call by name, such as shapes and dtypes.
         problem: the error of this rank's own call, or None. This rank raises `problem`; the other
             ranks raise a ValueError with its text.
         on_gpu: True if the call's tensors are on a GPU.
     """
+    # If ranks make the same calls, either all ranks compare or no rank does, for two reasons. Only
+    # `facts` decide whether a call is compared, and they are equal on all ranks if the call is
+    # right; the ends of sequences and the number of tokens do not decide, because they differ by
+    # batch. And the set of known facts is the same on all ranks: it grows only after an exchange in
+    # which all ranks took part, and all ranks decide from the same data whether to add the facts
+    # and whether to raise.
+    # If one rank has a problem, or facts that are new to this rank alone, while the other ranks
+    # make a known call, then the other ranks do not take part here, and the group's timeout ends
+    # the job. If ranks make different calls that are both known, the tensors that they exchange
+    # show it: these carry a checksum of the facts and of the ends of sequences (`signed`). The
+    # number of tokens is compared only when facts are new.
     report = (
         {name: str(fact) for name, fact in facts.items()},
         [(stretch.before, stretch.after, stretch.through) for stretch in shard.stretches],
@@ -365,6 +366,7 @@ def _expect_one_line(op: str, layout: str, everyone: list[list[Ends]]) -> None:
 def group_named(name: str) -> dist.ProcessGroup:
     """Returns the process group with this name.
 
-    Custom operators of torch.library cannot take a group, so ours take its name.
+    It serves this package's custom operators, which take a group by its name, because operators of
+    torch.library cannot take the group itself.
     """
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore
