@@ -68,13 +68,18 @@ def target_logprobs(
 
 
 def head_parts(op: str, head: Tensor | nn.Module, hidden: Tensor) -> Parts:
-    """Returns the tensors from which logits are computed: weight, bias, and LoRA's factors.
+    """Returns the tensors from which a head computes logits: weight, bias, and LoRA's factors.
 
-    Raises Unsupported, which names `op`, if the head is a module of another kind.
+    The result is a record `Parts`: logits are hidden weight^T + bias + low up^T, where low is
+    `hidden` times LoRA's first factor, computed here. bias, low and up are None if the head has
+    none.
 
     Args:
-        op: the name of the calling function.
+        op: the name of the calling function, for the error.
         head: the weight [V, D], or a module: an nn.Linear, or PEFT's LoRA around one.
-        hidden: [N, D], the input of the head, to which LoRA's first factor is applied here.
+        hidden: [N, D], the input of the head.
+
+    Raises:
+        Unsupported: the head is a module of another kind.
     """
     return Parts(head) if isinstance(head, Tensor) else parts_of(op, head, hidden)

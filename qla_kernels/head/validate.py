@@ -46,7 +46,15 @@ PARTS = Signature(
 
 
 def check_tensors(op: str, hidden: Tensor, targets: Tensor, rows: Tensor | None) -> None:
-    """Raises ValueError unless hidden is [N, D], and targets and rows fit to it."""
+    """Raises ValueError unless the arguments of `target_logprobs` have the right shapes.
+
+    Args:
+        op: the name of the function, for the error.
+        hidden: the input of the head, which must be [N, D] floats.
+        targets: token ids, which must be [L] integers.
+        rows: which row of hidden predicts each target, [L] integers; None: row i predicts target i,
+            and L must be N.
+    """
     CALL.check(op, hidden, targets, rows)
     wanted = hidden.shape[0] if rows is None else rows.shape[0]
     if targets.shape[0] != wanted:
@@ -84,7 +92,7 @@ def refusal(
 
     Args:
         hidden: [N, D], the input of the head; under autocast, after its cast.
-        parts: the head's tensors, from `head_parts`.
+        parts: the head's weight, bias and LoRA factors, from `head_parts`.
         capability: answer as if the tensors were on a GPU of this compute capability: (9, 0).
         op: the name of the function, which begins the returned text.
 
