@@ -28,20 +28,24 @@ def shared_prefix_conv1d(
     each response reads the last tokens of its prompt. In general, sequences may share prefixes as a
     tree, and a token reads the W - 1 tokens before it in its own sequence, wherever they are
     stored. Results and gradients equal those of running each sequence alone; the gradient of a
-    shared token is the sum over the sequences that contain it. Dtypes, strides and derivatives are
-    as in `causal_conv1d`.
+    shared token is the sum over the sequences that contain it. Second derivatives and forward-mode
+    tangents raise Unsupported.
 
-    On a GPU the first call with a layout builds the kernels' tables on the host. Call
-    `prepare_conv1d` to build the tables earlier; torch.compile and CUDA graph captures require
-    this.
+    A GPU must be a Hopper; x is then bf16 or fp16, and weight and bias are bf16, fp16 or fp32. The
+    channels of x must be a multiple of 8 and adjacent in memory, and the distance between tokens a
+    multiple of 16 bytes. On a GPU the first call with a layout builds the kernels' index tables on
+    the host. Call `prepare_conv1d` to build them earlier; torch.compile and CUDA graph captures
+    require this.
 
     Args:
         x: [T, channels] packed tokens, or [1, channels, T].
         weight: [channels, W], W from 2 to 4.
         bias: [channels]; 0 if None.
-        layout: the `layout` of a `SharedBatch`, or SharedLayout.from_forest(..); on x's device.
-        activation: None, "silu" or "swish".
-        qk_l2norm: as in `causal_conv1d`.
+        layout: which tokens form which sequence, on x's device: the `layout` of a `SharedBatch`, or
+            SharedLayout.from_forest(..).
+        activation: None, "silu" or "swish" (the same as silu).
+        qk_l2norm: (heads, size): the first heads * size channels of y are heads of `size` channels,
+            and each is divided by its L2 norm. None: no head is.
 
     Returns:
         y in x's shape and dtype; channels are adjacent in memory.
@@ -61,10 +65,10 @@ def shared_prefix_conv1d(
 
 
 def prepare_conv1d(layout: SharedLayout, width: int) -> None:
-    """Builds the kernels' tables of `shared_prefix_conv1d` before its first call with a layout.
+    """Builds the index tables that `shared_prefix_conv1d` needs for a layout.
 
-    Otherwise that call builds them, which it cannot do in compiled code or while a CUDA graph is
-    captured. Raises ValueError if the width is not supported.
+    Otherwise the first call with the layout builds them, which it cannot do in compiled code or
+    while a CUDA graph is captured. Raises ValueError if the width is not supported.
 
     Args:
         layout: the layout of the calls, which will hold the tables.

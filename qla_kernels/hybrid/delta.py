@@ -41,29 +41,35 @@ def shared_prefix_gated_delta_rule(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes `chunk_gated_delta_rule` over packed sequences that store shared prefixes once.
+    """Computes the gated delta rule over packed sequences that store shared prefixes once.
 
     A response starts from the final state of its prompt, and a prompt starts from a state of 0. In
     general the layout is a forest of nodes; a node is a run of tokens, such as a prompt or a
     response, and starts from the final state of its parent. Results and gradients equal those of
-    running each sequence alone; the gradient of a shared token is the sum over the sequences that
-    contain it. Two runs give the same bits. Dtypes, strides, derivatives and the arguments that are
-    not listed here are as in `chunk_gated_delta_rule`. Initial states, and sequences that are split
-    over ranks, are not supported.
+    running `chunk_gated_delta_rule` on each sequence alone; the gradient of a shared token is the
+    sum over the sequences that contain it. Differentiable once, in every tensor; two runs give the
+    same bits. Dtypes and strides are those of `chunk_gated_delta_rule`.
 
     The final states of nodes with children are saved for the backward: 4 K V bytes per such node
     and value head. Final states of other nodes are written only with output_final_state.
 
-    On a GPU the first call with a layout builds the kernels' tables on the host. Call
-    `prepare_gated_delta_rule` to build the tables earlier; torch.compile and CUDA graph captures
-    require this.
+    On a GPU the first call with a layout builds the kernels' index tables on the host. Call
+    `prepare_gated_delta_rule` to build them earlier; torch.compile and CUDA graph captures require
+    this.
 
     Args:
         q, k: [1, T, H, K] packed tokens.
         v: [1, T, HV, V].
-        g, beta: [1, T, HV].
-        layout: the `layout` of a `SharedBatch`, or SharedLayout.from_forest(..); on q's device.
+        g, beta: [1, T, HV], natural log of each token's decay, and step size.
+        layout: which tokens form which sequence, on q's device: the `layout` of a `SharedBatch`, or
+            SharedLayout.from_forest(..).
+        scale: factor of q; K ** -0.5 if None.
         output_final_state: also return the state after each sequence.
+        use_qk_l2norm_in_kernel: divide q and k by their L2 norm over K first.
+        use_beta_sigmoid_in_kernel: use sigmoid(beta); with allow_neg_eigval 2 sigmoid(beta).
+        state_v_first: final states are [N, HV, V, K].
+        use_gate_in_kernel, A_log, dt_bias: g holds the input of the gate; use -exp(A_log)
+            softplus(g + dt_bias), with A_log and dt_bias (0 if None) of shape [HV].
 
     Returns:
         o [1, T, HV, V] in q's dtype, and the final states in fp32 (fp64 where q is fp64), or None.
@@ -100,9 +106,9 @@ def shared_prefix_gated_delta_rule(
 
 
 def prepare_gated_delta_rule(layout: SharedLayout, output_final_state: bool = False) -> None:
-    """Builds the kernels' tables of `shared_prefix_gated_delta_rule` before the first call.
+    """Builds the index tables that `shared_prefix_gated_delta_rule` needs for a layout.
 
-    Otherwise the first call with this layout builds them, which it cannot do in compiled code or
+    Otherwise the first call with the layout builds them, which it cannot do in compiled code or
     while a CUDA graph is captured.
 
     Args:

@@ -77,25 +77,31 @@ def gated_delta_net(
         a, b: [B, T, HV], the inputs of the gate and of beta's sigmoid.
         A_log, dt_bias: [HV]; dt_bias may be None.
         conv_weight: [2 H K + HV V, width], width from 2 to 4.
-        conv_bias, conv_activation: as in `causal_conv1d`.
+        conv_bias: [2 H K + HV V]; 0 if None.
+        conv_activation: None, "silu" or "swish" (the same as silu).
         key_heads: H.
         z: [B, T, HV, V] in mixed_qkv's dtype, the input of the output gate; z may be a slice of a
             projection.
         norm_weight: [V], the weight of the RMSNorm.
-        norm_eps, z_activation: eps and activation of `gated_rms_norm`.
-        scale, output_final_state, allow_neg_eigval, state_v_first: as in `chunk_gated_delta_rule`.
-        initial_state: the states from which the gated delta rule starts, as in
-            `chunk_gated_delta_rule`. The convolution always starts a sequence from zeros.
+        norm_eps: added to the mean of o^2.
+        z_activation: of the output gate: "silu", "swish" or "sigmoid".
+        scale: factor of q; K ** -0.5 if None.
+        initial_state: [N, HV, K, V], the state from which the gated delta rule starts each of N
+            sequences; 0 if None. The convolution always starts a sequence from zeros.
+        output_final_state: also return the state after each sequence.
         use_qk_l2norm_in_kernel: False leaves q and k as they are.
-        cu_seqlens, cu_seqlens_cpu: bounds of packed sequences, as in `chunk_gated_delta_rule`.
+        allow_neg_eigval: beta is 2 sigmoid(b).
+        state_v_first: states are [N, HV, V, K].
+        cu_seqlens: [N + 1], bounds of packed sequences; B is 1. None: each batch row is one.
+        cu_seqlens_cpu: the same bounds on the CPU; optional, for a better choice of segments.
         layout: the `layout` of a `SharedBatch`, if the packed sequences store shared prefixes once;
             see `shared_prefix_gated_delta_rule`. Not with cu_seqlens or initial_state.
         recompute: True saves memory: q, k and v are not saved, and the backward runs the
             convolution again. Ignored in a compiled graph.
 
     Returns:
-        y [B, T, HV, V] in mixed_qkv's dtype, and the final state as in `chunk_gated_delta_rule`, or
-        None.
+        y [B, T, HV, V] in mixed_qkv's dtype, and the final states [N, HV, K, V] in fp32 (fp64 where
+        mixed_qkv is fp64), or None.
 
     Raises:
         ValueError: the arguments do not fit together.

@@ -42,22 +42,45 @@ def decode_gated_delta_net(
 ) -> Tensor:
     """Decodes one token of each of N sequences in a gated-delta-net layer, between its projections.
 
-    Runs `causal_conv1d_update` on mixed_qkv, then `packed_decode_gated_delta_rule` on the result,
-    in two launches. The results have the same bits as calls of these two functions. With z, the
-    second launch already loads its states while the first one runs. Not differentiable.
+    Runs the convolution (`causal_conv1d_update`), then the gated delta rule and the gated RMSNorm
+    (`packed_decode_gated_delta_rule`), in two launches; the results have the same bits as calls of
+    these two functions. Updates both caches in place. With z, the second launch already loads its
+    states while the first one runs. Not differentiable.
 
     Args:
         mixed_qkv: [N, 2 H K + HV V], the output of the projection: H queries, H keys and HV values
             of each sequence. This tensor is not changed.
-        conv_state: the pool [slots, 2 H K + HV V, width - 1 or more] of the last tokens of each
-            sequence, as in `causal_conv1d_update`.
+        a, b: [N, HV], the inputs of the gate and of beta's sigmoid.
+        A_log, dt_bias: [HV], the parameters of the gate; dt_bias may be None.
+        initial_state: the state cache [slots, HV, V, K], or [slots, HV, K, V] without
+            state_v_first; fp32, or bf16 with mixed_qkv in bf16.
+        state_indices: [N], the slot of each sequence in both caches. Two sequences must not share a
+            slot. A negative index marks padding: the result is 0, and neither cache is changed. An
+            index past a cache raises ValueError on a CPU and under QLA_CHECK=1; otherwise a GPU
+            treats it as padding.
+        conv_state: the conv-state cache [slots, 2 H K + HV V, width - 1 or more]: the last width -
+            1 inputs of the convolution of each sequence, the oldest first.
         conv_weight: the weight of the convolution, [2 H K + HV V, width].
-        conv_bias, conv_activation: bias and activation, as in `causal_conv1d_update`.
-        initial_state: the pool of states, as in `packed_decode_gated_delta_rule`.
-        state_indices: [N], the slot of each sequence in both pools. For a sequence of padding,
-            neither pool is changed and the results are 0.
+        conv_bias: [2 H K + HV V]; 0 if None.
+        conv_activation: None, "silu" or "swish" (the same as silu).
+        scale: factor of q; K ** -0.5 if None.
+        use_qk_l2norm_in_kernel: divide q and k by their L2 norm over K first.
+        allow_neg_eigval: beta is 2 sigmoid(b).
+        null_slot: -1, or 0 if slot 0 is reserved for padding: index 0 then marks padding too.
+        z: [N, HV, V] in mixed_qkv's dtype, the input of the output gate; None: neither norm nor
+            gate.
+        norm_weight: [V], the weight of the RMSNorm; required with z.
+        norm_eps: a float, added to the mean of o^2.
+        z_activation: of the output gate: "silu", "swish" or "sigmoid".
+        out: a contiguous [N, 1, HV, V] in mixed_qkv's dtype; the result is written to `out`, and
+            `out` is returned.
 
-    Other arguments, results and errors are those of `packed_decode_gated_delta_rule`.
+    Returns:
+        [N, 1, HV, V]: the output of the gated delta rule, after norm and gate if z is passed.
+
+    Raises:
+        ValueError: the arguments do not fit together.
+        Unsupported: this version cannot run the call.
     """
     arguments = (
         mixed_qkv, a, b, A_log, dt_bias, initial_state, state_indices, conv_state, conv_weight,
