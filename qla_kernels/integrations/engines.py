@@ -22,10 +22,10 @@ KNOWN = {"vllm": ("0.33.0",), "sglang": ("0.5.23",)}
 
 
 def unknown_version(engine: str) -> str | None:
-    """Returns the reason why our plug-in for an inference engine cannot run, or None if it can.
+    """Returns why this package's plug-in for an inference engine cannot run, or None if it can.
 
-    A plug-in works only with the versions of the engine that it was tested with. `engine` is "vllm"
-    or "sglang".
+    It cannot if the engine is not installed, or in another version than those that the plug-in was
+    tested with. `engine` is "vllm" or "sglang".
     """
     try:
         got = f"{engine} {metadata.version(engine).partition('+')[0]}"
@@ -38,9 +38,10 @@ def unknown_version(engine: str) -> str | None:
 
 
 def say_ran(engine: str, what: str, where: torch.device) -> None:
-    """Logs that a call of an inference engine ran on our kernels, once for each kind of call.
+    """Logs that an inference engine's call ran on this package's kernels.
 
-    Calls that are replayed from a CUDA graph run no Python, so they log nothing.
+    Logs once for each kind of call and device. Calls that are replayed from a CUDA graph run no
+    Python, so they log nothing.
 
     Args:
         engine: the name of the engine, such as "vLLM".
@@ -80,15 +81,15 @@ def plug_in_of_sglang() -> str:
 def refused_layer(
     K: int, V: int, dtype: torch.dtype, states: torch.dtype, *, prefill: bool = True
 ) -> str | None:
-    """Returns the reason why our kernels cannot run an engine's gated-delta-net layer, or None.
+    """Returns why this package cannot run a gated-delta-net layer of vLLM or SGLang, or None.
 
     The answer is for the GPU of this process, or for a Hopper GPU if there is none.
 
     Args:
         K, V: sizes of a key and of a value.
         dtype: of q, k and v.
-        states: the dtype of the engine's pool of states.
-        prefill: whether our kernels run prefill; otherwise they run decoding alone.
+        states: the dtype of the engine's state cache.
+        prefill: True if the kernels are to run prefill, False if they are to run decoding alone.
     """
     q, v = (torch.empty(0, 1, 1, size, dtype=dtype, device="cpu") for size in (K, V))
     pool = torch.empty(0, 1, V, K, dtype=states, device="cpu")

@@ -50,7 +50,7 @@ _asked: Any = None  # our latest backend in FLA's registry; FLA skips our earlie
 
 
 class Status(NamedTuple):
-    """Whether FLA (flash-linear-attention) uses our backend, and what the backend did.
+    """A record: whether FLA (flash-linear-attention) uses this package's backend, and for what.
 
     At each call of its gated delta rule, FLA asks the backends that are registered with it. A
     backend runs the call, or declines it, and FLA then runs the call itself. str(status) is a
@@ -58,12 +58,12 @@ class Status(NamedTuple):
 
     Attributes:
         registered: True after `register`, until `unregister`.
-        off: environment variables that switch our backend off although it is registered, such as
-            "FLA_QLA_KERNELS=0"; empty if FLA asks it.
-        priority: the order in which FLA asks its backends, the lowest number first; None if ours is
-            not registered.
-        taken: number of calls since `register` that our backend ran.
-        declined: number of calls since `register` that our backend declined.
+        off: environment variables that switch this package's backend off although it is registered,
+            such as "FLA_QLA_KERNELS=0"; empty if FLA asks it.
+        priority: the order in which FLA asks its backends, the lowest number first; None if this
+            package's is not registered.
+        taken: number of calls since `register` that the backend ran.
+        declined: number of calls since `register` that the backend declined.
         reason: why it declined the last of these; None if it declined none.
     """
 
@@ -86,18 +86,18 @@ class Status(NamedTuple):
 
 
 def register(prefer: bool = True) -> bool:
-    """Registers our gated delta rule as a backend of FLA (flash-linear-attention).
+    """Registers this package's gated delta rule as a backend of FLA (flash-linear-attention).
 
-    FLA then runs its `chunk_gated_delta_rule` on our kernels, where these can run a call. Replaces
-    an earlier registration. Logs a warning if no visible GPU runs our kernels, because our backend
-    then declines all calls with CUDA tensors.
+    FLA then runs its `chunk_gated_delta_rule` on this package's kernels, where these can run a
+    call. Replaces an earlier registration. Logs a warning if no visible GPU runs the kernels,
+    because the backend then declines all calls with CUDA tensors.
 
     Args:
-        prefer: True makes FLA ask our backend before FlashQLA, False after FlashQLA.
+        prefer: True makes FLA ask this backend before FlashQLA, False after FlashQLA.
 
     Returns:
-        True if FLA will ask our backend. If not, a warning names the environment variable that
-        switches our backend off.
+        True if FLA will ask this backend. If not, a warning names the environment variable that
+        switches it off.
 
     Raises:
         Unsupported: FLA cannot be imported, or is too old to have backends.
@@ -114,14 +114,17 @@ def register(prefer: bool = True) -> bool:
 
 
 def unregister() -> bool:
-    """Undoes `register`: FLA no longer uses our backend. Returns whether it was registered."""
+    """Undoes `register`: FLA no longer uses this package's backend.
+
+    Returns whether it was registered.
+    """
     global _asked
     before, _asked = _asked, None
     return before is not None
 
 
 def status() -> Status:
-    """Returns whether FLA uses our backend, and how many calls the backend ran and declined."""
+    """Returns whether FLA uses this package's backend, and how many calls it ran and declined."""
     if (ours := _asked) is None:
         return Status(False, (), None, 0, 0, None)
     off = []
@@ -172,12 +175,13 @@ def declined(
     chunk_size: int = CHUNK_SIZES[-1],
     **others: Any,
 ) -> str | None:
-    """Returns None if our backend runs a call of FLA's `chunk_gated_delta_rule`, else why not.
+    """Returns why this FLA backend declines a call of `chunk_gated_delta_rule`, or None.
 
-    FLA itself runs a call that our backend declines. The arguments are those of FLA's function. A
-    malformed call is declined, so that FLA raises its own error; but if it has a cp_context, for
-    sequences that are split over ranks, our function must raise the error on all ranks, and the
-    result is None. Unknown keywords log a warning once, because FLA silently ignores most of them.
+    None means that the backend runs the call; FLA itself runs a call that is declined. The
+    arguments are those of FLA's function of this name; `others` are keywords that it does not have,
+    which are declined, with a warning once. A malformed call is declined, so that FLA raises its
+    own error. If it has a cp_context, for sequences that are split over ranks, it is not declined,
+    because this package's function then raises the error on all ranks.
     """
     if others:
         _warn_of_keywords(*sorted(others))
@@ -285,10 +289,11 @@ def _backend(base: type, order: int) -> type:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs a Python program with our backend registered in FLA, for the command line.
+    """Command line: registers this package's backend in FLA, then runs a Python program.
 
-    `arguments` are those of the command: options, then the program and its arguments. The program
-    is a file, or with -m a module. If FLA cannot be used, the process exits with status 2.
+    `arguments` are options, then the program and its arguments, as after `python -m
+    qla_kernels.integrations.fla`. The program is a file, or with -m a module. If FLA cannot be
+    used, the process exits with status 2.
     """
     parser = argparse.ArgumentParser(
         "python -m qla_kernels.integrations.fla",

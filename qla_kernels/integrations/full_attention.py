@@ -38,10 +38,13 @@ def text_config(model: Any) -> Any:
 
 
 def other_layers(model: Any, linear: bool = False) -> Complaint | None:
-    """Returns None if all layers of a model have full attention, else what an error should say.
+    """Returns None if all layers of a model have full attention, else two texts for an error.
 
-    That is a pair (got, needs) of texts for `errors.need`. If `linear` is True, layers with linear
-    attention, such as gated delta nets, are allowed too. `model` is a model or its config.
+    The texts are (got, needs): which other layers the model has, and what is needed instead.
+
+    Args:
+        model: a model of transformers, or its config.
+        linear: True also allows layers with linear attention, such as gated delta nets.
     """
     others = sorted(
         {*layer_kinds(model)} - {"full_attention", "attention"} - ({LINEAR} if linear else set())
@@ -55,14 +58,15 @@ def other_layers(model: Any, linear: bool = False) -> Complaint | None:
 
 
 def anything_else(model: Any, linear: bool = False) -> Complaint | None:
-    """Returns None if our attention can replace a model's, else what an error should say.
+    """Returns None if this package's attention can replace a model's, else two texts for an error.
 
-    That is a pair (got, needs) of texts for `errors.need`. Our attention has no sliding windows,
-    capped scores, dropout or attention to later tokens, and needs positions that begin at 0.
-    Recurrent layers are not allowed, unless `linear` is True: then layers with linear attention,
-    such as gated delta nets, are.
+    The texts are (got, needs): a property of the model, and what is needed instead. Such properties
+    are sliding windows, capped scores, dropout, attention to later tokens, positions that do not
+    begin at 0, recurrent layers, and an attention that transformers cannot exchange.
 
-    `model` is a model of transformers or its config.
+    Args:
+        model: a model of transformers, or its config.
+        linear: True allows layers with linear attention, such as gated delta nets.
     """
     if (complaint := other_layers(model, linear)) is not None:
         return complaint
@@ -101,9 +105,8 @@ def _exchangeable(model: Any, kinds: tuple[str, ...]) -> bool:
 def looks_ahead(module: nn.Module, is_causal: bool | None) -> str | None:
     """Returns None if an attention layer is causal, else a text that says why it may not be.
 
-    As in transformers, the keyword is_causal of a call takes precedence over the layer's attribute
-    is_causal, which is False for encoders and cross-attention. Some encoders have neither. Every
-    causal layer has the attribute, because transformers' FlashAttention requires it.
+    Reads the keyword is_causal of the call if it has one, else the layer's attribute of this name,
+    as transformers does. A layer without both may not be causal, as some encoders.
 
     Args:
         module: the attention layer.

@@ -45,18 +45,25 @@ def rule(
     *,
     layout: SharedLayout,
 ) -> tuple[Tensor, None]:
-    """Runs a layer's gated delta rule over a batch that stores shared prompts once.
+    """Runs a transformers layer's gated delta rule over a batch that stores shared prompts once.
 
-    Returns (o [1, T, HV, V], None); layers expect a second result, the final state. Raises
-    ValueError for a batch of several rows, for a cache, and for cu_seqlens beside the layout.
+    After `integrations.transformers.swap`, layers call it in place of their own function.
 
     Args:
         q, k: [1, T, H, K] packed tokens.
         v: [1, T, HV, V].
-        g, beta: [1, T, HV].
+        g, beta: [1, T, HV], natural log of each token's decay, and step size.
+        scale: factor of q; K ** -0.5 if None.
+        initial_state, output_final_state, cu_seqlens: must be left at their defaults.
+        use_qk_l2norm_in_kernel: divide q and k by their L2 norm first.
         layout: which tokens form which sequence, from a `SharedBatch`.
 
-    The other arguments are those of `chunk_gated_delta_rule`.
+    Returns:
+        (o [1, T, HV, V], None). Layers expect a second result, the final state.
+
+    Raises:
+        ValueError: a batch of several rows, a cache (states are passed or asked for), or
+            cu_seqlens.
     """
     check_row(q.shape[0], q.shape[1], layout)
     if initial_state is not None or output_final_state:
@@ -77,11 +84,17 @@ def convolution(
     shared_prefix: SharedLayout,
     seq_idx: Tensor | None = None,
 ) -> Tensor:
-    """Runs a layer's causal convolution over a batch that stores shared prompts once.
+    """Runs a transformers layer's convolution over a batch that stores shared prompts once.
 
-    x and the result are [1, C, T], and weight is [C, W]. `shared_prefix` is the layout of the
-    batch: which tokens form which sequence. Raises ValueError for a batch of several rows, and for
-    seq_idx, transformers' own bounds of sequences, beside the layout.
+    Args:
+        x: [1, C, T]; the result has the same shape.
+        weight, bias, activation: [C, W], [C] or None, and None, "silu" or "swish".
+        shared_prefix: which tokens form which sequence: the `layout` of a `SharedBatch`.
+        seq_idx: transformers' number of each token's sequence; must be None.
+
+    Raises:
+        ValueError: a batch of several rows, another number of tokens than the layout has, or
+            seq_idx.
     """
     check_row(x.shape[0], x.shape[2], shared_prefix)
     _check_alone("seq_idx", seq_idx)
@@ -100,13 +113,18 @@ def of_rows(
     cu_seq_lens_q: Tensor | None = None,
     **_: Any,
 ) -> Tensor | None:
-    """Runs a layer's causal convolution over rows of tokens; returns None if it cannot.
+    """Runs the causal convolution of a transformers layer by `causal_conv1d`, or returns None.
 
-    x and the result are [B, C, T]. Each row is a sequence, or with cu_seq_lens_q, their bounds, the
-    only row holds several packed sequences. The channels of the result are adjacent in memory, as
-    the gated delta rule reads them. Returns None for calls that `causal_conv1d` refuses, and for
-    packed sequences that are described by seq_idx alone, because finding their bounds would wait
-    for the GPU.
+    None means that the layer must run its own convolution: `causal_conv1d` refuses the call, or
+    sequences are packed and only seq_idx says how, from which finding bounds would wait for the
+    GPU.
+
+    Args:
+        x: [B, C, T]; each row is a sequence, unless cu_seq_lens_q is passed. The result has the
+            same shape, and its channels are adjacent in memory.
+        weight, bias, activation: [C, W], [C] or None, and None, "silu" or "swish".
+        seq_idx: number of each token's sequence, or None.
+        cu_seq_lens_q: [N + 1], bounds of N sequences that are packed in one row, or None.
     """
     is_packed = seq_idx is not None or cu_seq_lens_q is not None
     if activation not in ACTIVATIONS or (is_packed and (cu_seq_lens_q is None or x.shape[0] != 1)):
@@ -127,9 +145,9 @@ def check_apart(
     bounds: Tensor | None,
     follows: bool,
 ) -> None:
-    """Raises Unsupported if a layer's own convolution would mix packed sequences.
+    """Raises Unsupported if a transformers layer's own convolution would mix packed sequences.
 
-    For calls that our convolution, `of_rows`, does not run.
+    Called before a layer runs its own convolution, because `of_rows` has returned None.
 
     Args:
         x, weight, activation: the arguments of the convolution.
@@ -155,24 +173,30 @@ def _refuse_pack(got: str) -> NoReturn:
 
 
 def refuse_replica(layer: nn.Module) -> None:
-    """Raises Unsupported if a layer is a replica that DataParallel made.
+    """Raises Unsupported if torch's DataParallel made this layer as a replica of another.
 
-    Its replicas run in threads of one process, and would overwrite each other's `PackedCall`.
+    DataParallel runs replicas in threads of one process, and they would overwrite each other's
+    record of the current call (`PackedCall`).
     """
     if getattr(layer, "_is_replica", False):
         refuse_replicas("a swapped layer in a DataParallel")
 
 
 def refuse_replicas(got: str) -> NoReturn:
-    """Raises the Unsupported for a DataParallel; `got` is what the error says was seen of it."""
+    """Raises Unsupported: torch's DataParallel is not supported, DistributedDataParallel is.
+
+    `got` is what the error says was found, such as "a swapped layer in a DataParallel".
+    """
     fix = "use DistributedDataParallel, started by torchrun"
     raise Unsupported(need("a gated-delta-net layer", got, "one process for each GPU", fix))
 
 
 def check_row(rows: int, tokens: int, layout: SharedLayout) -> None:
-    """Raises ValueError unless a layer's input [rows, tokens, ..] is one row of a layout's tokens.
+    """Raises ValueError unless a layer's input is a single row with the tokens of a layout.
 
-    The layout is that of a `SharedBatch`, whose packed tokens are a single row.
+    Args:
+        rows, tokens: the sizes of the input [rows, tokens, ..].
+        layout: the layout of a `SharedBatch`, whose packed tokens are one row.
     """
     if rows != 1:
         fix = "pack them, and pass batch.input_ids[None]"
@@ -189,21 +213,22 @@ def _check_alone(name: str, tensor: Tensor | None) -> None:
 
 
 class PackedCall:
-    """Tells the functions of a gated-delta-net layer which sequences the current call has.
+    """Holds which sequences the current call of a gated-delta-net layer has.
 
-    Until transformers 5.14 a layer does not pass the layout or the bounds of packed sequences to
-    the functions that it calls. `watch` therefore installs two hooks on the decoder layer around
-    it: one stores them here before each call, and one removes them after it, also after an error.
-    The second hook raises Unsupported if the layer did not ask for the layout twice, for its
-    convolution and for its rule: something may have replaced the layer's forward by one that calls
-    other functions.
+    Two forward hooks on the decoder layer around it, installed by `watch`, keep this up to date:
+    one stores the keywords of each call, and one removes them afterwards, also after an error. The
+    functions that replace the layer's convolution and gated delta rule read them here, because
+    until transformers 5.14 a layer does not hand them on. The second hook raises Unsupported if the
+    layout was not read twice, once by each function: something may have replaced the layer's
+    forward by one that calls other functions.
 
     Attributes:
-        mixes: True if the layer's convolution always mixes packed sequences.
+        mixes: True if the layer's convolution cannot keep packed sequences apart; calls with bounds
+            or seq_idx then raise Unsupported.
         layout: the layout of a batch with shared prompts, or None.
         bounds: the bounds of packed sequences, or None.
         seq_idx: the number of each token's sequence, or None.
-        asked: how often the layer asked for the layout in the current call.
+        asked: how often the layout was read in the current call.
         hooks: handles of the two hooks.
     """
 
@@ -216,7 +241,7 @@ class PackedCall:
         self.hooks: tuple[Any, ...] = ()
 
     def watch(self, decoder_layer: nn.Module) -> None:
-        """Installs the two hooks, which see each call of a decoder layer."""
+        """Installs the hooks on a decoder layer that store and remove the sequences of a call."""
         begin = decoder_layer.register_forward_pre_hook(self._begin, with_kwargs=True)
         end = decoder_layer.register_forward_hook(self._end, always_call=True)
         self.hooks = begin, end
@@ -228,7 +253,7 @@ class PackedCall:
         self.hooks = ()
 
     def ask(self) -> SharedLayout | None:
-        """Returns the layout of the decoder layer's current call, or None; counts the request."""
+        """Returns the layout of the current call, or None; counts how often it was read."""
         self.asked += 1
         return self.layout
 
@@ -248,12 +273,16 @@ class PackedCall:
 
 
 class Held:
-    """A gated delta rule that a layer calls in place of its own; it also knows the sequences.
+    """A callable that replaces the gated delta rule of a layer of transformers until 5.14.
+
+    Such a layer does not tell its functions which sequences a call has. So this callable runs
+    `function` with the layer's arguments, and adds the layout of shared prompts as shared_prefix,
+    and the bounds of packed sequences as cu_seqlens.
 
     Args:
-        function: our function, which a call runs with the sequences of `call`.
-        call: the sequences of the decoder layer's current call.
-        packs: True if the function takes bounds of packed sequences, as cu_seqlens.
+        function: the gated delta rule of this package that is to run.
+        call: holds the sequences of the current call of the decoder layer.
+        packs: True if `function` takes cu_seqlens.
     """
 
     def __init__(self, function: Callable[..., Any], call: PackedCall, packs: bool) -> None:
@@ -266,14 +295,16 @@ class Held:
 
 
 class HeldConvolution:
-    """A convolution that a layer calls in place of its own; it also knows the sequences.
+    """A callable that replaces the convolution of a layer of transformers until 5.14.
 
-    A call runs our kernel, or the layer's own convolution if our kernel refuses the call.
+    Such a layer does not tell its functions which sequences a call has; this callable takes them
+    from `call`. It runs this package's kernel, or the layer's own convolution if the kernel refuses
+    the call.
 
     Args:
-        theirs: the function that the layer called before; None if it called conv1d.
-        conv1d: the layer's nn.Conv1d.
-        call: the sequences of the decoder layer's current call.
+        theirs: the layer's own convolution function; None if it has only conv1d.
+        conv1d: the layer's nn.Conv1d, which runs refused calls if theirs is None.
+        call: holds the sequences of the current call of the decoder layer.
     """
 
     def __init__(

@@ -44,10 +44,11 @@ log = logging.getLogger("qla_kernels")
 
 
 def swap(model: nn.Module | Sequence[nn.Module], *, recompute: bool = False) -> int:
-    """Makes the gated-delta-net layers of a model call `gated_delta_net` between their projections.
+    """Makes the gated-delta-net layers of a Megatron-Core model run on this package's kernels.
 
-    Parameters and checkpoints do not change. Logs a warning if the model has no such layers, and
-    one that says why if some of them stay as they are.
+    A layer's forward then calls `gated_delta_net` between its projections. Parameters and
+    checkpoints do not change. Logs a warning if the model has no such layers, and one that says why
+    if some of them stay as they are.
 
     Args:
         model: a model of Megatron-Core, wrapped or not, or the list of its chunks.
@@ -55,7 +56,7 @@ def swap(model: nn.Module | Sequence[nn.Module], *, recompute: bool = False) -> 
             convolution again.
 
     Returns:
-        The number of layers that call our function now.
+        The number of layers that call `gated_delta_net` now.
 
     Raises:
         TypeError: `model` is not a module or a sequence of modules.
@@ -79,7 +80,10 @@ def swap(model: nn.Module | Sequence[nn.Module], *, recompute: bool = False) -> 
 
 
 def restore(model: nn.Module | Sequence[nn.Module]) -> int:
-    """Undoes `swap`; returns the number of layers that have their own forward again."""
+    """Undoes `swap`: gives the gated-delta-net layers of a model their own forward again.
+
+    Returns the number of layers that `swap` had changed.
+    """
     swapped = [layer for layer in _layers("restore", model) if REGION in layer.__dict__]
     for layer in swapped:
         del layer.__dict__[REGION], layer.__dict__["forward"]
@@ -95,17 +99,20 @@ def forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """The forward of a layer after `swap`: runs `gated_delta_net` between the layer's projections.
+    """Replaces the forward of a Megatron-Core gated-delta-net layer, after `swap`.
 
-    Returns what the output projection returns: its result and its bias. Calls for inference run the
-    layer's own forward.
+    Runs `gated_delta_net` between the layer's projections. Calls for inference run the layer's own
+    forward, and so does a layer with other hooks on its norm than Megatron's. Arguments that are
+    not listed are only passed on to that forward.
 
     Args:
         layer: the layer.
         hidden_states: [T, B, hidden size], the tokens of this rank.
+        inference_context: not None for inference.
         packed_seq_params: Megatron's bounds of packed sequences, or None.
 
-    The other arguments are those of Megatron's forward.
+    Returns:
+        What the layer's output projection returns: its result and its bias.
 
     Raises:
         ValueError: the bounds do not cover the tokens, or the length of a sequence is not a

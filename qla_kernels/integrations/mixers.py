@@ -34,7 +34,7 @@ MASKING = "apply_mask_to_padding_states"  # a function of the layer's Python mod
 
 
 class Projected(NamedTuple):
-    """The outputs of the input projections of a gated-delta-net layer.
+    """A record: the outputs of the input projections of a gated-delta-net layer.
 
     There are H key heads of size K, and HV value heads of size V.
 
@@ -69,13 +69,16 @@ def _olmo(layer: Any, x: Tensor) -> Projected:
 
 
 class Kind(NamedTuple):
-    """A kind of gated-delta-net layer of transformers, and how its own forward is recognised.
+    """A record: how to run one architecture of gated-delta-net layers of transformers.
+
+    Its last two fields recognise the layer's own forward; a forward that was changed is not
+    replaced.
 
     Attributes:
         project: runs a layer's input projections on hidden states [B, T, hidden size].
         norm: name of the layer's attribute that is its norm.
         out: name of the attribute that is its output projection.
-        names: the names that the code of its forward uses, without those that concern caches.
+        names: the names that the code of its own forward uses, except those that concern caches.
         numbers: the floating-point constants of that code.
     """
 
@@ -114,10 +117,12 @@ KINDS = (
 
 
 class Region(NamedTuple):
-    """What our forward needs to know of a layer that `take_over` changed.
+    """A record that the replacement forward of a gated-delta-net layer reads.
+
+    `take_over` installs this forward on a layer of transformers, and stores the record beside it.
 
     Attributes:
-        kind: the kind of the layer.
+        kind: the architecture of the layer: its projections and the names of its attributes.
         masked: transformers' function that sets hidden states of padding to 0.
         recompute: True if the backward runs convolution and norm again, to save memory.
         theirs: the forward that the layer object had before; None if it was that of its class.
@@ -130,10 +135,11 @@ class Region(NamedTuple):
 
 
 def forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a layer after `take_over`: runs `gated_delta_net` between the projections.
+    """The replacement forward that `take_over` installs on a gated-delta-net layer of transformers.
 
-    Calls that need the layer's own forward run that; so do all calls after `give_back`, if someone
-    stored this function. Arguments and result are those of the layer's own forward.
+    Runs `gated_delta_net` between the layer's projections. Arguments and result are those of the
+    layer's own forward, which runs calls with a cache, calls whose packed sequences only it keeps
+    apart, layers with hooks on their convolution or norm, and all calls after `give_back`.
     """
     region: Region | None = getattr(layer, REGION, None)
     if region is None or not _runs(layer, region, hidden_states, args, kwargs):
@@ -202,16 +208,19 @@ def _readable(x: Tensor) -> Tensor:
 
 
 def take_over(layer: nn.Module, home: ModuleType, recompute: bool) -> bool:
-    """Replaces the forward of a gated-delta-net layer by ours; returns whether the layer has ours.
+    """Installs a forward that runs `gated_delta_net` on a gated-delta-net layer of transformers.
 
-    Does nothing and returns False if the layer's own forward is not one that we know, or if another
-    library replaced it. accelerate is an exception: its forward stays, and calls ours.
+    If accelerate has wrapped the layer's forward, its wrapper stays, and calls the new one.
 
     Args:
         layer: the layer.
         home: transformers' module that defines the layer's class.
         recompute: True saves memory: the backward runs convolution and norm again. A later call may
             change it.
+
+    Returns:
+        True if the layer has the new forward now. False, and the layer is unchanged, if its own
+        forward is not a known one, or if another library replaced it.
     """
     if (region := layer.__dict__.get(REGION)) is not None:
         layer.__dict__[REGION] = region._replace(recompute=recompute)
@@ -231,7 +240,10 @@ def take_over(layer: nn.Module, home: ModuleType, recompute: bool) -> bool:
 
 
 def give_back(layer: nn.Module) -> None:
-    """Undoes `take_over`, which replaced the forward of a gated-delta-net layer by ours."""
+    """Undoes `take_over`: a gated-delta-net layer runs its own forward again.
+
+    Does nothing if `take_over` did not change the layer.
+    """
     region = layer.__dict__.pop(REGION, None)
     if region is None:
         return
@@ -245,20 +257,20 @@ def give_back(layer: nn.Module) -> None:
 
 
 def is_ours(function: Any) -> bool:
-    """Returns whether `function`, the forward of some layer, is the one that `take_over` sets."""
+    """Returns whether a function is the replacement forward that `take_over` installs."""
     return isinstance(function, functools.partial) and function.func is forward
 
 
 def is_taken_over(layer: nn.Module) -> bool:
-    """Returns whether a layer has our forward, by `take_over`."""
+    """Returns whether `take_over` has installed its replacement forward on a layer."""
     return layer.__dict__.get(REGION) is not None
 
 
 def take_norm(layer: nn.Module) -> None:
-    """Replaces the forward of a layer's gated RMSNorm by `normalised`.
+    """Makes the gated RMSNorm of a layer run on this package's kernel, `gated_rms_norm`.
 
-    Does nothing if the layer has no gated norm, if the norm's own forward is not one that we know,
-    or if another library replaced it.
+    Installs `normalised` as the norm's forward. Does nothing if the layer has no gated norm, if the
+    norm's own forward is not a known one, or if another library replaced it.
     """
     for name in ("norm", "o_norm"):
         norm = getattr(layer, name, None)
@@ -267,7 +279,7 @@ def take_norm(layer: nn.Module) -> None:
 
 
 def give_norm_back(layer: nn.Module) -> None:
-    """Undoes `take_norm`, which replaced the forward of a layer's gated RMSNorm by ours."""
+    """Undoes `take_norm`: the gated RMSNorm of a layer runs its own forward again."""
     for name in ("norm", "o_norm"):
         norm = getattr(layer, name, None)
         function = norm.__dict__.get("forward") if isinstance(norm, nn.Module) else None
@@ -276,7 +288,7 @@ def give_norm_back(layer: nn.Module) -> None:
 
 
 def normalised(norm: Any, hidden_states: Tensor, gate: Tensor) -> Any:
-    """The forward of a gated RMSNorm after `take_norm`: runs `gated_rms_norm`.
+    """The replacement forward that `take_norm` installs on a gated RMSNorm: runs `gated_rms_norm`.
 
     Runs the norm's own forward if `gated_rms_norm` refuses the tensors.
 

@@ -20,17 +20,18 @@ from qla_kernels.runtime.errors import need
 
 @dataclass(eq=False)
 class OurCalls:
-    """A forward pre-hook of a decoder: checks calls that pass the keyword of our attention.
+    """A forward pre-hook of a decoder: refuses calls whose results would be silently wrong.
 
-    Raises ValueError if a call with the keyword also has an attention_mask, or if the model has
-    selected an attention that ignores the keyword. Other calls are not checked.
+    It checks calls with a keyword that only this package's attention reads, such as
+    "shared_prefix". Raises ValueError if such a call also has an attention_mask, or if the model
+    has selected another attention, which would ignore the keyword.
 
     Attributes:
-        op: the function that the error names.
-        keyword: the keyword, such as "shared_prefix".
-        names: the names of the attentions that read the keyword.
+        op: the name of the function, for the error.
+        keyword: the keyword.
+        names: the names under which attentions that read the keyword are registered.
         without_mask: the error's advice: what to do instead of passing a mask.
-        mask_at: position of attention_mask among the forward's arguments, or -1.
+        mask_at: position of attention_mask among the forward's arguments; -1 if it has none.
     """
 
     op: str
@@ -85,16 +86,18 @@ def expect_model(op: str, model: Any) -> None:
 
 
 def watch(model: nn.Module, op: str, keyword: str, names: set[str], without_mask: str) -> None:
-    """Installs an `OurCalls` hook on the decoder of a model.
+    """Makes a model refuse calls whose results would be silently wrong.
 
-    A second call with the same keyword does nothing: the hook of the first call stays.
+    Installs an `OurCalls` hook on the model's decoder: it raises ValueError for calls with
+    `keyword` that also have an attention_mask, or run another attention. If the decoder has such a
+    hook for the same keyword, that one stays.
 
     Args:
         model: a model of transformers.
-        op: the function that errors name.
-        keyword: the keyword of the model's forward that our attention reads, such as
+        op: the name of the function, for errors.
+        keyword: the keyword of the model's forward that this package's attention reads, such as
             "shared_prefix".
-        names: the names of the attentions that read `keyword`.
+        names: the names under which attentions that read `keyword` are registered.
         without_mask: the advice in the error for calls with an attention_mask.
     """
     module = getattr(model, "base_model", model)

@@ -32,19 +32,18 @@ log = logging.getLogger("qla_kernels")
 
 @dataclass(eq=False)
 class PackedCalls:
-    """A forward pre-hook of a decoder: checks that calls say where packed sequences begin.
+    """A forward pre-hook of a decoder: warns if gated-delta-net layers would mix packed sequences.
 
-    Gated-delta-net layers mix the sequences of a row if position_ids restart but the call has no
-    cu_seq_lens_q, the bounds of the sequences. The hook then logs a warning once, or raises
-    Unsupported under QLA_CHECK=1. If cu_seq_lens_q does not end where the row ends, it raises
-    ValueError. Calls with a cache are not checked.
+    They do if position_ids restart in a row but the call has no cu_seq_lens_q, the bounds of the
+    sequences. The hook logs a warning once, or raises Unsupported under QLA_CHECK=1. It raises
+    ValueError if cu_seq_lens_q does not end where the row ends. Calls with a cache are not checked.
 
     On the CPU, and under QLA_CHECK=1, every call is checked. On a GPU, where a check waits for the
     GPU, only the first call with cu_seq_lens_q and the first one with position_ids alone are.
 
     Attributes:
         names: names of the forward's arguments, in order.
-        looked: names of the arguments that were read on a GPU.
+        looked: which of "cu_seq_lens_q" and "position_ids" have been checked on a GPU.
         warned: True after the warning.
     """
 
