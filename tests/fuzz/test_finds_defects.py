@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from qla_kernels.dualkv import assemble, batch, microbatch
-from qla_kernels.gdn import validate
 from qla_kernels.gdn.decode import api as recurrent
+from qla_kernels.runtime.signature import Signature
 from qla_kernels.sparse_ring import balance, index, layouts, select
 from qla_kernels.sparse_ring import cpu as sparse_cpu
 from reference import conv as conv_reference
@@ -216,7 +216,7 @@ def test_defects_are_found(defect):
 
 
 def test_an_unclear_error_is_found():
-    with changed(validate, "expect_tensors", lambda original, op, **given: None):
+    with changed(Signature, "check", lambda original, signature, op, *tensors, **sizes: None):
         found = wrong.problems("gdn.chunk", TARGETS["gdn.chunk"], range(1))
     assert "AttributeError" in found["gdn.chunk(q=None)"]
 

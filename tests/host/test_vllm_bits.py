@@ -98,8 +98,11 @@ def test_the_environment_chooses_the_layer(switched, monkeypatch, caplog):
     )  # fmt: skip
     gdn = "vllm.model_executor.layers.mamba.gdn"
     module(monkeypatch, f"{gdn}.qwen_gdn_linear_attn", QwenGatedDeltaNetAttention=OwnLayer)
+    warmup = SimpleNamespace(qwen_triton_warmup=None)
+    module(monkeypatch, "vllm.model_executor.warmup", kernel_warmup=warmup)
     with caplog.at_level("INFO", logger="qla_kernels"):
         vllm.register()
+    assert (warmup.qwen_triton_warmup is None) == switched
     assert ("Bits" in registered[vllm.LAYER].__name__) == switched
     assert ("with the bits of training" in caplog.text) == switched
 
