@@ -106,13 +106,15 @@ def require_update(
 
     Args:
         x: [N, channels], the new tokens.
-        rows: the conv-state cache [slots, channels, places].
-        weight, bias: of the convolution, [channels, width] and [channels].
+        rows: the conv-state cache [slots, channels, width - 1 or more]; the last dimension holds
+            the previous width - 1 inputs of a sequence, the oldest first.
+        weight, bias: of the convolution, [channels, width] and [channels]; bias may be None.
         indices: [N], the slot of each sequence; None: sequence n has slot n.
         null_slot: slots up to this number mark padding; they are not checked.
         out: the tensor to which the call writes its result, or None.
         op: the name of the function, for the error.
-        norm: None, or (heads, size): the leading heads of channels that are divided by their norms.
+        norm: (heads, size): the first heads * size output channels are L2-normalised in groups of
+            `size`. None or (0, 0): no channels are.
     """
     require(refusal(x, weight, bias, norm, op=op))
     require(refused_rows(op, rows))

@@ -81,8 +81,8 @@ def refusal(
     Args:
         x: [T, channels] or [B, channels, T].
         weight, bias: [channels, W], and [channels] or None.
-        qk_l2norm: None, or (heads, size): the leading heads of channels that are divided by their
-            norms.
+        qk_l2norm: (heads, size): the first heads * size output channels are L2-normalised in
+            groups of `size`. None: no channels are.
         capability: None answers for the device of the tensors; (9, 0) as if they were on a GPU of
             this compute capability.
         op: the name of the function, with which the text begins.
@@ -225,7 +225,7 @@ def check_update(
     Args:
         op: the name of the function, for the error.
         x: [N, channels], the new tokens.
-        rows: the conv-state cache [slots, channels, places].
+        rows: the conv-state cache [slots, channels, width - 1 or more].
         weight, bias, activation: of the convolution.
         indices: [N], the slot of each sequence. None needs a cache of at least N slots.
         null_slot: must be -1 or 0; slots up to it mark padding.
@@ -247,7 +247,7 @@ def check_pool(
 
     Args:
         op: the name of the function, for the error.
-        rows: the cache [slots, channels, places].
+        rows: the conv-state cache [slots, channels, width - 1 or more].
         weight: [channels, width].
         activation, null_slot: arguments of the call.
     """
@@ -266,7 +266,7 @@ def refused_rows(op: str, rows: Tensor) -> str | None:
 
     Args:
         op: the name of the function, with which the text begins.
-        rows: the cache [slots, channels, places].
+        rows: the conv-state cache [slots, channels, width - 1 or more].
     """
     if all(n == 1 or s for n, s in zip(rows.shape, rows.stride(), strict=True)):
         return None
