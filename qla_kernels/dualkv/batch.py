@@ -33,10 +33,10 @@ class SharedBatch:
     sequences, each a prompt with a response, or any sequences that may share prefixes. The batch
     has T packed tokens: each shared prefix once, followed by what continues it.
 
-    L tokens are targets: their log-probabilities are computed, each from the logits of the token
-    before it in its sequence. For example, all tokens of responses are targets. The last token of a
-    prompt predicts the first token of all its responses, so the M tokens that predict a target may
-    be fewer than L.
+    L is the number of targets, the tokens in the loss, such as all tokens of responses. The
+    log-probability of a target comes from the logits of the token before it in its sequence, its
+    predictor. M is the number of predictors. M <= L, because the last token of a shared prompt
+    predicts the first token of several responses.
 
     The caller numbers sequences; the batch orders them as they are packed. Targets are ordered by
     sequence, in the order of the batch, and within a sequence by position.
@@ -49,8 +49,8 @@ class SharedBatch:
         take: [T], the index of each packed token among the caller's tokens, counted row after row
             or sequence after sequence; -1 for padding.
         multiplicity: [T] int32, the number of sequences that contain the token; 0 for padding.
-        src_rows: [M], indices of the packed tokens that predict a target, ascending.
-        src_inv: [L], for each target, the index in src_rows of the token that predicts it.
+        src_rows: [M], the predictors' indices among the packed tokens, ascending.
+        src_inv: [L], for each target, the index of its predictor in src_rows.
         targets: [L], token ids of the targets.
         target_cu: [S + 1], bounds: sequence s of the batch has the targets target_cu[s] to
             target_cu[s + 1].
@@ -127,9 +127,9 @@ class SharedBatch:
         """Returns keyword arguments for a transformers model: `model(**batch.model_inputs())`.
 
         First switch the model to this package's attention (`integrations.transformers_dualkv`). The
-        model then returns logits only for the M tokens that predict a target, those of the field
-        src_rows: pass `logits[0]` of its output to `gather_logprobs`. For a batch without targets
-        it returns no logits, and a warning is logged once.
+        model then returns logits [1, M, vocabulary], only for the M packed tokens src_rows, which
+        directly precede a token in the loss: pass `logits[0]` to `gather_logprobs`. For a batch
+        without tokens in the loss it returns no logits, and a warning is logged once.
         """
         if not len(self.targets) and 0 not in self.source_shape:  # padding alone has 0 tokens
             _warn_of_no_targets()
@@ -201,22 +201,25 @@ class SharedBatch:
         softcap: float | None = None,
         entropy: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Returns the log-probabilities of the L targets from hidden states; differentiable.
+        """Computes the log-probabilities of the tokens in the loss from hidden states.
 
-        They are [L], in fp32 (fp64 if hidden is fp64). Targets are the tokens whose log-probability
-        is computed, such as all tokens of responses. Computes logits in blocks, again in the
-        backward, and never stores the logits of all tokens; on a GPU a block takes at most 528 MiB.
-        Logits are fp32 and are not rounded to 16 bits.
+        The tokens in the loss, called targets, are for example all tokens of responses. L is their
+        number. Returns [L] in the order of the field `targets`, in fp32 (fp64 if hidden is fp64);
+        differentiable. Computes logits in blocks, again in the backward, and never stores the
+        logits of all tokens; on a GPU a block takes at most 528 MiB. Logits are fp32 and are not
+        rounded to 16 bits.
 
         Args:
-            hidden: [M, D], the input of the head at the M tokens that predict a target, those of
-                the field src_rows; or [T, D], its input at all packed tokens.
+            hidden: [T, D], the input of the head for all T packed tokens; or [M, D], the rows
+                `self.src_rows` of it, which are the tokens directly before targets. M <= L, because
+                the last token of a shared prompt predicts the first token of several responses.
             head: the model's head, `model.get_output_embeddings()`, or its weight [vocabulary, D].
                 A module may be nn.Linear, or PEFT's LoRA around one.
             temperature: divides the logits.
-            softcap: c, for models that cap logits by c tanh(logits / c), as final_logit_softcapping
-                in their config says.
-            entropy: also return the entropies of the distributions that predict the targets, [L].
+            softcap: c, for models that cap logits by c * tanh(logits / c); their config has it as
+                final_logit_softcapping.
+            entropy: True returns (log-probabilities, entropies), both [L]; the entropies are those
+                of the distributions that predict the targets.
 
         Raises:
             ValueError: arguments of wrong shape, dtype or device, a temperature that is not a
@@ -261,17 +264,19 @@ class SharedBatch:
     def gather_logprobs(
         self, logits: Tensor, *, temperature: float = 1.0, entropy: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Returns the log-probabilities of the L targets from logits; differentiable.
+        """Computes the log-probabilities of the tokens in the loss from a model's logits.
 
-        They are [L], in fp32 (fp64 if logits are fp64). Targets are the tokens whose
-        log-probability is computed, such as all tokens of responses. This method is for a model
-        that returns logits; `logprobs` takes hidden states and saves the memory of the logits.
+        The tokens in the loss, called targets, are for example all tokens of responses. L is their
+        number. Returns [L] in the order of the field `targets`, in fp32 (fp64 if logits are fp64);
+        differentiable. `logprobs` does the same from hidden states, and saves the memory of logits.
 
         Args:
-            logits: [M, vocabulary], of the M tokens that predict a target, whose indices are in the
-                field src_rows; any float dtype.
+            logits: [M, vocabulary] in any float dtype: the logits of the packed tokens
+                `self.src_rows`, which are the tokens directly before targets. M <= L, because the
+                last token of a shared prompt predicts the first token of several responses.
             temperature: divides the logits.
-            entropy: also return the entropies of the distributions that predict the targets, [L].
+            entropy: True returns (log-probabilities, entropies), both [L]; the entropies are those
+                of the distributions that predict the targets.
 
         Raises:
             ValueError: logits of another shape, dtype or device, a temperature that is not a
@@ -318,9 +323,9 @@ class SharedBatch:
     def to_padded(self, x: Tensor, width: int | None = None, fill: float = 0.0) -> Tensor:
         """Copies one value per target, x [L, ...], to a padded tensor [S, width, ...].
 
-        Targets are the tokens whose log-probability is computed, such as all tokens of responses.
-        The result has a row for each sequence, in the caller's order; the column of a target is its
-        index in its response (in its whole sequence, for a batch of `pack_prefix_tree`).
+        Targets are the tokens in the loss, such as all tokens of responses; L is their number. The
+        result has a row for each of the S sequences, in the caller's order; the column of a target
+        is its index in its response (in its whole sequence, for a batch of `pack_prefix_tree`).
 
         Args:
             x: [L, ...], in the order in which `logprobs` returns its results.
@@ -348,12 +353,14 @@ class SharedBatch:
         return padded.index_put((self.row, self.column), x)
 
     def from_padded(self, x: Tensor) -> Tensor:
-        """Copies the values of the L targets from a padded tensor x [S, width, ...] to [L, ...].
+        """Selects from a padded tensor x [S, width, ...] the values of the tokens in the loss.
 
-        The inverse of `to_padded`. x has a row for each sequence, in the caller's order, such as a
-        tensor of advantages; the column of a target, such as a token of a response, is its index in
-        its response (in its whole sequence, for a batch of `pack_prefix_tree`). Raises ValueError
-        unless x has S rows and at least `self.width` columns.
+        Returns [L, ...]; L is the number of targets (tokens in the loss, such as all tokens of
+        responses), in the order of the field `targets`. The inverse of `to_padded`. x has a row for
+        each of the S sequences, in the caller's order, such as a tensor of advantages; the column
+        of a target is its index in its response (in its whole sequence, for a batch of
+        `pack_prefix_tree`). Raises ValueError unless x has S rows and at least `self.width`
+        columns.
         """
         expect_tensors("SharedBatch.from_padded", x=x)
         if x.dim() < 2 or x.shape[0] != self.num_sequences or x.shape[1] < self.width:

@@ -1,4 +1,4 @@
-"""Log-probabilities of L targets from M rows of logits, without an fp32 copy of all logits.
+"""Log-probabilities of L target tokens from logits [M, vocabulary], without copying all to fp32.
 
 With z = logits / temperature and, for row r, lse = log sum_j e^z_j and p = e^(z - lse):
 

@@ -125,11 +125,13 @@ def check_tensors(
 
 
 def check_contents(layout: SharedLayout) -> None:
-    """Raises ValueError if the tensors of a layout contradict each other.
+    """Raises ValueError if the tensors of a layout, `nodes` and `tout`, contradict each other.
 
-    `nodes` must list the runs of tokens of a forest in depth-first order, and cover each token
-    once. `tout`, which says how far each token is seen, must have the values that nodes imply.
-    Waits for the GPU, so attention calls it under QLA_CHECK=1 only.
+    A layout is a forest of shared prefixes. Each row of `nodes` is a run of tokens, such as a
+    prompt, and its children are the continuations, such as responses. Nodes must be in depth-first
+    order, with each packed token in exactly one node. tout[j] is the index after the last token
+    that may attend to token j, and must equal the value in the row of token j's node. Waits for the
+    GPU, so attention calls it under QLA_CHECK=1 only.
     """
     check_nodes(layout.nodes, layout.num_tokens)
     check_tout(layout.tout, layout.nodes)
