@@ -100,7 +100,7 @@ def chunk_gated_delta_rule(
         output_final_state: also return the state after each sequence.
         use_qk_l2norm_in_kernel: divide q and k by their L2 norm over K first.
         use_beta_sigmoid_in_kernel: beta holds logits; use sigmoid(beta).
-        allow_neg_eigval: with the sigmoid, use 2 sigmoid(beta).
+        allow_neg_eigval: with the sigmoid, use 2 * sigmoid(beta).
         state_v_first: states are [N, HV, V, K].
         cu_seqlens: [N + 1] int32 or int64 on q's device; B must be 1. Sequence n has the tokens
             cu_seqlens[n] to cu_seqlens[n + 1], possibly none. Tokens past the last sequence are not
@@ -115,7 +115,7 @@ def chunk_gated_delta_rule(
             and final states are not allowed. Every rank of the group must make the same call and
             the same backward. Gradients of A_log and dt_bias are sums over this rank's tokens.
         use_gate_in_kernel, A_log, dt_bias: keyword only. g holds the input of the gate; use
-            -exp(A_log) softplus(g + dt_bias), with A_log and dt_bias (0 if None) of shape [HV].
+            -exp(A_log) * softplus(g + dt_bias), with A_log and dt_bias (0 if None) of shape [HV].
         chunk_size: keyword only. 16, 32 and 64 are accepted, and all of them compute with 64.
         exact, warm_log_bound: keyword only. On a GPU, long sequences with few heads are cut into
             segments that run in parallel. Where decay allows it, the start state of a segment is
@@ -131,12 +131,12 @@ def chunk_gated_delta_rule(
             sequences takes longer. Gradients of A_log and dt_bias are sums over the batch. Not with
             cp_context. QLA_BATCH_INVARIANT=1 makes True the default.
         enable_fwd_cp_cache: keyword only. Saves the segments and their start states for the
-            backward, which otherwise computes both again. This takes 4 K (K + V) bytes per segment
-            and value head (128 KB for K = V = 128). There are enough segments to fill a GPU once or
-            a few times. None, the default, saves segments and start states if the backward is
-            predicted to be faster with them, and if they take at most a quarter of the memory that
-            the call saves anyway. Ignored with cp_context, at K = 256, and in a compiled graph,
-            which cannot know the number of segments.
+            backward, which otherwise computes both again. This takes 4 * K * (K + V) bytes per
+            segment and value head (128 KB for K = V = 128). There are enough segments to fill a GPU
+            once or a few times. None, the default, saves segments and start states if the backward
+            is predicted to be faster with them, and if they take at most a quarter of the memory
+            that the call saves anyway. Ignored with cp_context, at K = 256, and in a compiled
+            graph, which cannot know the number of segments.
 
     Returns:
         o [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V] in fp32 (fp64 where q is

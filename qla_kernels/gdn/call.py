@@ -56,7 +56,7 @@ class Options(NamedTuple):
 
     Attributes:
         use_qk_l2norm_in_kernel: divide q and k by their L2 norm first.
-        use_beta_sigmoid_in_kernel: use sigmoid(beta); with allow_neg_eigval 2 sigmoid(beta).
+        use_beta_sigmoid_in_kernel: use sigmoid(beta); with allow_neg_eigval 2 * sigmoid(beta).
         state_v_first: states are [N, HV, V, K], not [N, HV, K, V].
         output_final_state: also return the state after each sequence.
         output_h: also return the state before each chunk of 64 tokens.

@@ -73,8 +73,9 @@ def warm_bound(op: str, exact: Any, warm_log_bound: Any) -> float:
     """Returns warm_log_bound of `chunk_gated_delta_rule`, or its default if the caller passed none.
 
     Long sequences are cut into segments that run in parallel. The start state of a segment is
-    computed from the last tokens before it, and may omit what has decayed below e^warm_log_bound.
-    The default is -12, and -104 with exact=True or under QLA_EXACT=1; -inf omits nothing.
+    computed from the last tokens before it, and may omit contributions that have decayed by a
+    factor below e^warm_log_bound. The default is -12, and -104 (0 in fp32) with exact=True or under
+    QLA_EXACT=1; -inf omits nothing.
 
     Args:
         op: the name of the function, for the error.

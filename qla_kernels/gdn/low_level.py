@@ -69,7 +69,8 @@ def chunk_gated_delta_rule_fwd(
         g, beta: [B, T, HV], natural log of each token's decay, and step size.
         scale: factor of q; K ** -0.5 if None.
         initial_state: [N, HV, K, V], or [N, HV, V, K] if state_v_first; 0 if None.
-        cu_seqlens: [N + 1], bounds of packed sequences; B is 1. None: each batch row is one.
+        cu_seqlens: [N + 1], the bounds of N packed sequences; B must then be 1. None: each batch
+            row is a sequence, and N is B.
         output_final_state: also return the state after each sequence.
         output_h: also return the state before each chunk. On a GPU, packed sequences then need
             cu_seqlens_cpu, because the number of chunks depends on the lengths.
@@ -80,11 +81,12 @@ def chunk_gated_delta_rule_fwd(
         is_train: False returns no g_cum and no A, which is faster. None means True.
         cp_context: must be None.
         cu_seqlens_cpu: the bounds on the CPU; optional.
-        use_gate_in_kernel, A_log, dt_bias: g holds the input of the gate; use -exp(A_log)
-            softplus(g + dt_bias), with A_log and dt_bias (0 if None) of shape [HV].
-        use_beta_sigmoid_in_kernel: use sigmoid(beta); with allow_neg_eigval 2 sigmoid(beta).
-        exact, warm_log_bound: the start state of a segment may omit what has decayed below
-            e^warm_log_bound, -12 if None; exact=True means -104.
+        use_gate_in_kernel, A_log, dt_bias: g holds the input of the gate; use
+            -exp(A_log) * softplus(g + dt_bias), with A_log and dt_bias (0 if None) of shape [HV].
+        use_beta_sigmoid_in_kernel: use sigmoid(beta); with allow_neg_eigval 2 * sigmoid(beta).
+        exact, warm_log_bound: the start state of a segment may omit contributions that have decayed
+            by a factor below e^warm_log_bound. The default is -12 (6e-6). exact=True means -104, at
+            which the factor is 0 in fp32.
         out: [B, T, HV, V] of any float dtype; o is copied into `out`, and `out` is returned as o.
 
     Returns:
@@ -179,8 +181,9 @@ def chunk_gated_delta_rule_bwd(
             start states of the cache, unless it is faster not to cut. None: the backward computes
             segments and start states itself. At K = 256 sequences are not cut.
         cp_context: must be None.
-        exact, warm_log_bound: the start state of a segment may omit what has decayed below
-            e^warm_log_bound, -12 if None; exact=True means -104.
+        exact, warm_log_bound: the start state of a segment may omit contributions that have decayed
+            by a factor below e^warm_log_bound. The default is -12 (6e-6). exact=True means -104, at
+            which the factor is 0 in fp32.
 
     Returns:
         dq, dk, dv and dbeta in the dtype of their inputs; dg [B, T, HV] in fp32, the gradient of

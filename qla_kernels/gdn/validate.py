@@ -55,8 +55,8 @@ class Gate(NamedTuple):
     """A record: the arguments of a call that describe the gate, which computes each token's decay.
 
     Attributes:
-        use_gate_in_kernel: True if the log of the decay is -exp(A_log) softplus(g + dt_bias), where
-            g is an argument of the call; False if it is g.
+        use_gate_in_kernel: True if the log of the decay is -exp(A_log) * softplus(g + dt_bias),
+            where g is an argument of the call; False if it is g.
         A_log: [HV]; required with use_gate_in_kernel.
         dt_bias: [HV]; 0 if None.
     """

@@ -160,14 +160,16 @@ class GdnPool:
                 sequences must not share a slot, and indices must fit in int32. A CPU call, and any
                 call under QLA_CHECK=1, raises ValueError otherwise. An unchecked GPU call leaves a
                 shared slot undefined, and `decode` and `reject` read the low 32 bits of an index.
-            cu_seqlens: [N + 1], bounds of packed sequences; B is 1. None: each batch row is one.
+            cu_seqlens: [N + 1], the bounds of N packed sequences; B must then be 1. None: each
+                batch row is a sequence, and N is B.
             has_initial_state: [N] bool, True for a sequence that continues from its slot, False for
                 a new sequence, which overwrites its slot. None: all sequences are new.
             scale: factor of q; K ** -0.5 if None.
             use_qk_l2norm_in_kernel: divide q and k by their L2 norm over K first.
-            use_gate_in_kernel, A_log, dt_bias: g holds the input of the gate; use -exp(A_log)
-                softplus(g + dt_bias), with A_log and dt_bias (0 if None) of shape [HV].
-            use_beta_sigmoid_in_kernel: use sigmoid(beta); with allow_neg_eigval 2 sigmoid(beta).
+            use_gate_in_kernel, A_log, dt_bias: g holds the input of the gate; use
+                -exp(A_log) * softplus(g + dt_bias), with A_log and dt_bias (0 if None) of shape
+                [HV].
+            use_beta_sigmoid_in_kernel: use sigmoid(beta); with allow_neg_eigval 2 * sigmoid(beta).
 
         Raises:
             ValueError: the arguments do not fit together, or do not fit the cache.

@@ -81,9 +81,9 @@ def fused_recurrent_gated_delta_rule(
         output_final_state: also return the state after each sequence.
         use_qk_l2norm_in_kernel: divide q and k by their L2 norm over K first, without rounding.
         use_gate_in_kernel, A_log, dt_bias: g holds the input of the gate; use
-            -exp(A_log) softplus(g + dt_bias), with A_log and dt_bias (0 if None) of shape [HV].
+            -exp(A_log) * softplus(g + dt_bias), with A_log and dt_bias (0 if None) of shape [HV].
         use_beta_sigmoid_in_kernel: beta holds logits; use sigmoid(beta).
-        allow_neg_eigval: with the sigmoid, use 2 sigmoid(beta).
+        allow_neg_eigval: with the sigmoid, use 2 * sigmoid(beta).
         state_v_first: states are [N, HV, V, K].
         cu_seqlens: [N + 1] int32 or int64 on q's device, the bounds of packed sequences; B is 1.
             Tokens past the last sequence are not read, and their results are 0.

@@ -53,16 +53,16 @@ def packed_decode_gated_delta_rule(
     """Decodes one token of each of N sequences and updates their states in a cache, in one launch.
 
     Equals `fused_recurrent_gated_delta_rule` with use_gate_in_kernel and
-    use_beta_sigmoid_in_kernel: g is -exp(A_log) softplus(a + dt_bias), and beta is sigmoid(b). With
-    z, o then goes through RMSNorm and the output gate:
+    use_beta_sigmoid_in_kernel: g is -exp(A_log) * softplus(a + dt_bias), and beta is sigmoid(b).
+    With z, o then goes through RMSNorm and the output gate:
 
         y = o / sqrt(mean o^2 + norm_eps) * norm_weight * act(z)        over a head's V columns
 
     y is rounded once, after the gate. Not differentiable.
 
     Args:
-        mixed_qkv: [N, 2 H K + HV V]: H queries, H keys and HV values of each sequence. The row
-            stride is a multiple of 16 bytes. H follows from the other sizes.
+        mixed_qkv: [N, 2 * H * K + HV * V]: H queries, H keys and HV values of each sequence. The
+            row stride is a multiple of 16 bytes. H follows from the other sizes.
         a, b: [N, HV], the inputs of the gate and of beta's sigmoid.
         A_log, dt_bias: [HV]; dt_bias may be None.
         initial_state: the state cache [slots, HV, V, K], or [slots, HV, K, V] without
@@ -75,7 +75,7 @@ def packed_decode_gated_delta_rule(
             GPU reads their low 32 bits.
         scale: factor of q; K ** -0.5 if None.
         use_qk_l2norm_in_kernel: divide q and k by their L2 norm over K first, without rounding.
-        allow_neg_eigval: beta is 2 sigmoid(b).
+        allow_neg_eigval: beta is 2 * sigmoid(b).
         null_slot: -1, or 0 if slot 0 is reserved for padding: index 0 then marks padding too.
         z: [N, HV, V] in mixed_qkv's dtype, with adjacent columns; z may be a slice of a projection.
             On a GPU K and V must then be equal.
@@ -185,7 +185,7 @@ def run_step(rows: Tensor, step: Step, ahead: bool = False) -> tuple[Tensor, ...
     """Runs a checked call of `packed_decode_gated_delta_rule`.
 
     Args:
-        rows: mixed_qkv of the call, [N, 2 H K + HV V]: q, k and v of each sequence.
+        rows: mixed_qkv of the call, [N, 2 * H * K + HV * V]: q, k and v of each sequence.
         step: the other arguments, from `checked_step`.
         ahead: True if the launch may load states while the launch before it still runs.
 
@@ -207,7 +207,7 @@ def run_step(rows: Tensor, step: Step, ahead: bool = False) -> tuple[Tensor, ...
 def split(
     op: str, mixed_qkv: Tensor, states: Tensor, state_v_first: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Splits mixed_qkv [N, 2 H K + HV V] into views q and k [N, 1, H, K] and v [N, 1, HV, V].
+    """Splits mixed_qkv [N, 2 * H * K + HV * V] into views q and k [N, 1, H, K] and v [N, 1, HV, V].
 
     HV, K and V are sizes of `states`, [slots, HV, K, V], or [slots, HV, V, K] if state_v_first.
     Raises ValueError if the sizes do not fit; the error names `op`.

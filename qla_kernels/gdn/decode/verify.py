@@ -88,10 +88,11 @@ def verify_gated_delta_rule(
             the state after the token before.
         scale: factor of q; K ** -0.5 if None.
         use_qk_l2norm_in_kernel: divide q and k by their L2 norm over K first, without rounding.
-        use_gate_in_kernel, A_log, dt_bias: g holds the input of the gate; use -exp(A_log)
-            softplus(g + dt_bias), with A_log and dt_bias (0 if None) of shape [HV].
-        use_beta_sigmoid_in_kernel: use sigmoid(beta); with allow_neg_eigval 2 sigmoid(beta).
-        cu_seqlens: [N + 1], bounds of packed sequences; B is 1. None: each batch row is one.
+        use_gate_in_kernel, A_log, dt_bias: g holds the input of the gate; use
+            -exp(A_log) * softplus(g + dt_bias), with A_log and dt_bias (0 if None) of shape [HV].
+        use_beta_sigmoid_in_kernel: use sigmoid(beta); with allow_neg_eigval 2 * sigmoid(beta).
+        cu_seqlens: [N + 1], the bounds of N packed sequences; B must then be 1. None: each batch
+            row is a sequence, and N is B.
         null_slot: -1, or 0 if slot 0 of the cache is reserved for padding.
         out: a contiguous tensor like v; o is written to `out`, and `out` is returned.
 

@@ -75,11 +75,11 @@ def prefill_gated_delta_rule(
     gradients are recorded raises Unsupported.
 
     Args:
-        q, k: [B, T, H, K].
-        v: [B, T, HV, V].
+        q, k: [B, T, H, K], on a GPU in bf16.
+        v: [B, T, HV, V] in q's dtype.
         g, beta: [B, T, HV], natural log of each token's decay, and step size.
-        initial_state: the cache [slots, HV, K, V], or [slots, HV, V, K] if state_v_first, in fp32
-            or bf16, any strides. On a GPU q, k and v are bf16.
+        initial_state: the cache [slots, HV, K, V], or [slots, HV, V, K] if state_v_first; any
+            strides, on a GPU in fp32 or bf16.
         state_indices: [N] int32 or int64. The final state of sequence n overwrites slot
             state_indices[n]. Two sequences must not share a slot. If the index is at most
             null_slot, o is written, but the final state is not. An index past the cache raises
@@ -90,32 +90,39 @@ def prefill_gated_delta_rule(
             state_indices. A sequence whose start index is at most null_slot starts from a state of
             0. Several sequences may start from the same slot, but no sequence may start from a slot
             that another sequence overwrites.
-        cu_seqlens: [N + 1], bounds of packed sequences; B is 1. None: each batch row is one.
-        cu_seqlens_cpu: the same bounds on the CPU; optional, for a better choice of segments.
-        checkpoints: [entries, HV, K, V], or [.., V, K] if state_v_first, in fp32 or bf16, any
-            strides. The call writes intermediate states to this tensor, one state per entry.
+        cu_seqlens: [N + 1], the bounds of N packed sequences; B must then be 1. None: each batch
+            row is a sequence, and N is B.
+        cu_seqlens_cpu: the same bounds on the CPU; optional. With them the host knows the lengths
+            of sequences when it cuts long ones into segments (see auto_cp).
+        checkpoints: [entries, HV, K, V], or [.., V, K] if state_v_first; any strides, on a GPU in
+            fp32 or bf16. The call writes intermediate states to this tensor, one state per entry.
         checkpoint_every: write the state of a sequence after every checkpoint_every tokens, a
             multiple of 64. Tokens are counted from the first token of this call. If a prompt is
             split over several calls, let each call begin at a multiple of checkpoint_every.
         checkpoint_starts: [N] or [N + 1]: the first checkpoint of sequence n goes to entry
-            checkpoint_starts[n], and later checkpoints go to the next entries. None: entry n. On a
-            GPU, a checkpoint whose entry is outside `checkpoints` is not written.
-        first_checkpoints: [N]: the first checkpoint of sequence n is the state after 64
-            first_checkpoints[n] tokens. Without checkpoint_every, sequence n has no other
+            checkpoint_starts[n], and its later checkpoints go to the entries after it. A last
+            number of [N + 1], as in cumulative counts, is not read. None: sequence n starts at
+            entry n, which suits one checkpoint per sequence; with more, sequences would write to
+            the same entries. Such collisions, and entries outside `checkpoints`, raise ValueError
+            on a CPU and under QLA_CHECK=1; otherwise a GPU does not write states outside.
+        first_checkpoints: [N]: the first checkpoint of sequence n is the state after
+            64 * first_checkpoints[n] tokens. Without checkpoint_every, sequence n has no other
             checkpoint. A negative number means no checkpoint. None: the first checkpoint is the
             state after checkpoint_every tokens.
         scale: factor of q; K ** -0.5 if None.
         use_qk_l2norm_in_kernel: divide q and k by their L2 norm over K first.
-        use_gate_in_kernel, A_log, dt_bias: g holds the input of the gate; use -exp(A_log)
-            softplus(g + dt_bias), with A_log and dt_bias (0 if None) of shape [HV].
-        use_beta_sigmoid_in_kernel: use sigmoid(beta); with allow_neg_eigval 2 sigmoid(beta).
+        use_gate_in_kernel, A_log, dt_bias: g holds the input of the gate; use
+            -exp(A_log) * softplus(g + dt_bias), with A_log and dt_bias (0 if None) of shape [HV].
+        use_beta_sigmoid_in_kernel: use sigmoid(beta); with allow_neg_eigval 2 * sigmoid(beta).
         null_slot: -1, or 0 if slot 0 of the cache is reserved for padding.
         out: a contiguous tensor like v; o is written to `out`, and `out` is returned.
         auto_cp: allow cutting long sequences into segments that run in parallel. With False the
             bits of a result do not depend on the rest of the batch. None: False under
             QLA_BATCH_INVARIANT=1, else True.
-        exact, warm_log_bound: the start state of a segment may omit what has decayed below
-            e^warm_log_bound. The default is -12, and -104 with exact=True or under QLA_EXACT=1.
+        exact, warm_log_bound: the start state of a segment may omit contributions that have decayed
+            by a factor below e^warm_log_bound. The default is -12 (6e-6). exact=True means -104, at
+            which the factor is 0 in fp32; it takes longer. QLA_EXACT=1 makes exact=True the
+            default. exact=True and warm_log_bound together raise ValueError.
 
     Returns:
         o [B, T, HV, V] in q's dtype.

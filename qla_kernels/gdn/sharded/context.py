@@ -117,8 +117,8 @@ def build_cp_context(
     The T tokens of a packed batch are split over W ranks, wherever sequences begin, as in FLA. Rank
     r has
 
-        contiguous   tokens r T / W to (r + 1) T / W
-        zigzag       stretch r, then stretch 2 W - 1 - r, of 2 W stretches of T / (2 W) tokens
+        contiguous   tokens r * T / W to (r + 1) * T / W
+        zigzag       stretches r and 2 * W - 1 - r, of 2 * W stretches of T / (2 * W) tokens
 
     The context says which sequences this rank holds, and how many ranks hold the rest of its first
     and of its last sequence.
@@ -133,7 +133,7 @@ def build_cp_context(
 
     Raises:
         ValueError: bounds do not start at 0, or bounds decrease; T is not a multiple of W (zigzag:
-            2 W); the layout is unknown; or this process is not in the group.
+            2 * W); the layout is unknown; or this process is not in the group.
     """
     op = "build_cp_context"
     rank, world = _place_in(op, group)
@@ -217,8 +217,9 @@ def _unknown(got: str) -> Reason:
 def group_of(op: str, cp_context: Any) -> dist.ProcessGroup:
     """Returns the process group of cp_context, or the group of all ranks if it has none.
 
-    Raises ValueError if torch.distributed is not initialised. Reads no other field of the context,
-    so it works if another field is wrong, and this rank can then tell the group.
+    Reads only the group, so a rank whose context is otherwise invalid can still get the group and
+    report the error to the other ranks. Raises ValueError if cp_context has no group and
+    torch.distributed is not initialised.
 
     Args:
         op: the name of the function, for the error.

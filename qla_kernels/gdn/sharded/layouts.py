@@ -1,7 +1,7 @@
 """Layouts: which tokens of a batch each rank holds, as stretches of equal length.
 
     contiguous   as many stretches as ranks; rank r of W holds stretch r
-    zigzag       2 W stretches; rank r holds stretches r and 2 W - 1 - r, one after the other
+    zigzag       2 * W stretches; rank r holds stretches r and 2 * W - 1 - r, one after the other
 
 Stretches are numbered in the order of tokens. A sequence may begin and end in any stretch. Only the
 first sequence of a stretch may begin before it, and only the last one may continue after it.
