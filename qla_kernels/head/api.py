@@ -39,8 +39,8 @@ def target_logprobs(
         targets: [L] token ids, from 0 to V - 1.
         rows: [L], the row of hidden that predicts each target; None if row i predicts target i.
         temperature: divides the logits.
-        softcap: c, for models that cap logits by c tanh(logits / c), as final_logit_softcapping in
-            their config says.
+        softcap: c, for models that cap logits by c * tanh(logits / c); their config has it as
+            final_logit_softcapping.
 
     Raises:
         ValueError: the arguments do not fit together.
