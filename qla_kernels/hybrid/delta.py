@@ -50,8 +50,8 @@ def shared_prefix_gated_delta_rule(
     sum over the sequences that contain it. Differentiable once, in every tensor; two runs give the
     same bits. Dtypes and strides are those of `chunk_gated_delta_rule`.
 
-    The final states of nodes with children are saved for the backward: 4 K V bytes per such node
-    and value head. Final states of other nodes are written only with output_final_state.
+    The final states of nodes with children are saved for the backward: 4 * K * V bytes per such
+    node and value head. Final states of other nodes are written only with output_final_state.
 
     On a GPU the first call with a layout builds the kernels' index tables on the host. Call
     `prepare_gated_delta_rule` to build them earlier; torch.compile and CUDA graph captures require
@@ -66,10 +66,10 @@ def shared_prefix_gated_delta_rule(
         scale: factor of q; K ** -0.5 if None.
         output_final_state: also return the state after each sequence.
         use_qk_l2norm_in_kernel: divide q and k by their L2 norm over K first.
-        use_beta_sigmoid_in_kernel: use sigmoid(beta); with allow_neg_eigval 2 sigmoid(beta).
+        use_beta_sigmoid_in_kernel: use sigmoid(beta); with allow_neg_eigval 2 * sigmoid(beta).
         state_v_first: final states are [N, HV, V, K].
-        use_gate_in_kernel, A_log, dt_bias: g holds the input of the gate; use -exp(A_log)
-            softplus(g + dt_bias), with A_log and dt_bias (0 if None) of shape [HV].
+        use_gate_in_kernel, A_log, dt_bias: g holds the input of the gate; use
+            -exp(A_log) * softplus(g + dt_bias), with A_log and dt_bias (0 if None) of shape [HV].
 
     Returns:
         o [1, T, HV, V] in q's dtype, and the final states in fp32 (fp64 where q is fp64), or None.

@@ -64,7 +64,8 @@ def gated_delta_net(
     """Computes a gated-delta-net layer between its input projections and its output projection.
 
         q, k, v = causal_conv1d(mixed_qkv), q and k divided by their L2 norms
-        o = chunk_gated_delta_rule(q, k, v, g, sigmoid(b))     g = -exp(A_log) softplus(a + dt_bias)
+        g = -exp(A_log) * softplus(a + dt_bias)
+        o = chunk_gated_delta_rule(q, k, v, g, sigmoid(b))
         y = gated_rms_norm(o, z)
 
     The result equals that of these three functions, but there are fewer launches: the kernel of the
@@ -73,11 +74,11 @@ def gated_delta_net(
     mixed_qkv, q, k, v, o and z for the backward, and what the gated delta rule saves.
 
     Args:
-        mixed_qkv: [B, T, 2 H K + HV V]: H queries, H keys and HV values of each token.
+        mixed_qkv: [B, T, 2 * H * K + HV * V]: H queries, H keys and HV values of each token.
         a, b: [B, T, HV], the inputs of the gate and of beta's sigmoid.
         A_log, dt_bias: [HV]; dt_bias may be None.
-        conv_weight: [2 H K + HV V, width], width from 2 to 4.
-        conv_bias: [2 H K + HV V]; 0 if None.
+        conv_weight: [2 * H * K + HV * V, width], width from 2 to 4.
+        conv_bias: [2 * H * K + HV * V]; 0 if None.
         conv_activation: None, "silu" or "swish" (the same as silu).
         key_heads: H.
         z: [B, T, HV, V] in mixed_qkv's dtype, the input of the output gate; z may be a slice of a
@@ -90,10 +91,12 @@ def gated_delta_net(
             sequences; 0 if None. The convolution always starts a sequence from zeros.
         output_final_state: also return the state after each sequence.
         use_qk_l2norm_in_kernel: False leaves q and k as they are.
-        allow_neg_eigval: beta is 2 sigmoid(b).
+        allow_neg_eigval: beta is 2 * sigmoid(b).
         state_v_first: states are [N, HV, V, K].
-        cu_seqlens: [N + 1], bounds of packed sequences; B is 1. None: each batch row is one.
-        cu_seqlens_cpu: the same bounds on the CPU; optional, for a better choice of segments.
+        cu_seqlens: [N + 1], the bounds of N packed sequences; B must then be 1. None: each batch
+            row is a sequence, and N is B.
+        cu_seqlens_cpu: the same bounds on the CPU; optional. With them the host knows the lengths
+            of sequences when it cuts long ones into segments, which run in parallel on a GPU.
         layout: the `layout` of a `SharedBatch`, if the packed sequences store shared prefixes once;
             see `shared_prefix_gated_delta_rule`. Not with cu_seqlens or initial_state.
         recompute: True saves memory: q, k and v are not saved, and the backward runs the

@@ -48,8 +48,8 @@ def decode_gated_delta_net(
     states while the first one runs. Not differentiable.
 
     Args:
-        mixed_qkv: [N, 2 H K + HV V], the output of the projection: H queries, H keys and HV values
-            of each sequence. This tensor is not changed.
+        mixed_qkv: [N, 2 * H * K + HV * V], the output of the projection: H queries, H keys and HV
+            values of each sequence. This tensor is not changed.
         a, b: [N, HV], the inputs of the gate and of beta's sigmoid.
         A_log, dt_bias: [HV], the parameters of the gate; dt_bias may be None.
         initial_state: the state cache [slots, HV, V, K], or [slots, HV, K, V] without
@@ -58,14 +58,14 @@ def decode_gated_delta_net(
             slot. A negative index marks padding: the result is 0, and neither cache is changed. An
             index past a cache raises ValueError on a CPU and under QLA_CHECK=1; otherwise a GPU
             treats it as padding.
-        conv_state: the conv-state cache [slots, 2 H K + HV V, width - 1 or more]: the last width -
-            1 inputs of the convolution of each sequence, the oldest first.
-        conv_weight: the weight of the convolution, [2 H K + HV V, width].
-        conv_bias: [2 H K + HV V]; 0 if None.
+        conv_state: the conv-state cache [slots, 2 * H * K + HV * V, width - 1 or more]: the
+            last width - 1 inputs of the convolution of each sequence, the oldest first.
+        conv_weight: the weight of the convolution, [2 * H * K + HV * V, width].
+        conv_bias: [2 * H * K + HV * V]; 0 if None.
         conv_activation: None, "silu" or "swish" (the same as silu).
         scale: factor of q; K ** -0.5 if None.
         use_qk_l2norm_in_kernel: divide q and k by their L2 norm over K first.
-        allow_neg_eigval: beta is 2 sigmoid(b).
+        allow_neg_eigval: beta is 2 * sigmoid(b).
         null_slot: -1, or 0 if slot 0 is reserved for padding: index 0 then marks padding too.
         z: [N, HV, V] in mixed_qkv's dtype, the input of the output gate; None: neither norm nor
             gate.
