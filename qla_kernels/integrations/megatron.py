@@ -197,7 +197,7 @@ def _check_dealt(lengths: list[int], world: int) -> None:
 def _order(bounds: Tensor | None, tokens: int, world: int, device: torch.device) -> Tensor | None:
     """Returns the indices of the tokens that ranks hold, rank after rank; None for one rank.
 
-    Each sequence is cut into 2 world chunks of equal length. Rank r holds the r-th chunk from the
+    Each sequence is cut into 2 * world chunks of equal length. Rank r holds the r-th chunk from the
     start, and the r-th from the end.
     """
     if world == 1:

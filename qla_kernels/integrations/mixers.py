@@ -39,8 +39,8 @@ class Projected(NamedTuple):
     There are H key heads of size K, and HV value heads of size V.
 
     Attributes:
-        mixed_qkv: [B, T, 2 H K + HV V]: queries, keys and values, before the convolution.
-        z: [B, T, HV, V] or [B, T, HV V], the input of the output gate.
+        mixed_qkv: [B, T, 2 * H * K + HV * V]: queries, keys and values, before the convolution.
+        z: [B, T, HV, V] or [B, T, HV * V], the input of the output gate.
         b: [B, T, HV], the input of beta's sigmoid.
         a: [B, T, HV], the input of the gate, which computes each token's decay.
     """

@@ -84,14 +84,16 @@ class PackedCalls:
 
 
 def restarts(position_ids: Tensor, mask: Any) -> bool:
-    """Returns whether the positions of a row decrease somewhere, as where packed sequences begin.
+    """Returns True if position_ids decrease within any row, which shows packed sequences.
 
-    Tokens that the mask marks as padding are ignored.
+    Positions of one sequence never decrease; they fall where the next packed sequence begins. A
+    token is compared with the one before it, unless either is padding.
 
     Args:
-        position_ids: [B, T]; or [4, B, T] with several axes, of which only the first, the positions
-            of text, is read. For other shapes the result is False.
-        mask: [B, T], 0 for padding. Anything but a tensor of this shape is ignored.
+        position_ids: [B, T]; or [4, B, T] for RoPE with several axes (text, time, height, width),
+            of which only index 0, text, is read. For other shapes the result is False.
+        mask: the attention mask [B, T], 0 for padding. A mask of another type or shape, and None,
+            are ignored.
     """
     rows = position_ids[0] if position_ids.dim() == 3 and len(position_ids) == 4 else position_ids
     if rows.dim() != 2:

@@ -41,10 +41,11 @@ class Task(NamedTuple):
 class PackedHead:
     """Replacement forward of a model's LM head, which returns log-probabilities instead of logits.
 
-    `packed_head` installs it for a `with` block. It is called with the hidden states [1, M, D] of
-    the M tokens that predict a target, and returns [1, L, 2]: log-probability and entropy of each
-    of the L targets (tokens whose log-probabilities are wanted). Some models multiply the output of
-    their head by a factor; both results are divided by it first, which cancels that.
+    `packed_head` installs it for a `with` block. It returns [1, L, 2]: log-probability and entropy
+    of each of L targets, the tokens in the loss, such as all tokens of responses. It is called with
+    the hidden states [1, M, D] of the tokens directly before targets; M <= L, because the last
+    token of a shared prompt predicts the first token of several responses. Some models multiply the
+    output of their head by a factor; both results are divided by it first, which cancels that.
 
     Args:
         head: the LM head, a module from D to the vocabulary.
@@ -78,8 +79,8 @@ def packed_head(
 ) -> Iterator[Callable[[Any], tuple[Tensor, Tensor]]]:
     """Context manager in which a model returns log-probabilities of a batch's targets, not logits.
 
-    Targets are the L tokens whose log-probabilities are wanted, such as all tokens of responses.
-    Call the model in the block, by `out = model(**batch.model_inputs())`. The `as` variable of the
+    Targets are the tokens in the loss, such as all tokens of responses; L is their number. Call the
+    model in the block, by `out = model(**batch.model_inputs())`. The `as` variable of the
     block is a function: given `out`, it returns the log-probabilities and the entropies of the
     targets, each [L].
 

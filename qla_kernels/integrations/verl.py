@@ -187,12 +187,14 @@ def unpack(
 ) -> dict[str, Tensor]:
     """Converts log-probabilities of a packed batch to the form that veRL expects of a model.
 
-    A target is a token whose log-probability was computed: each token of a response. veRL expects
-    nested tensors with one row per sequence and one entry per token, like input_ids. The value of a
-    target goes to the entry of the token before it, which predicts it; all other entries are 0.
+    Targets are the tokens whose log-probabilities were computed: all tokens of responses. veRL
+    expects nested tensors with one row per sequence and one entry per token, like input_ids. The
+    value of a target goes to the entry of the token before it, which predicts it; all other entries
+    are 0.
 
     Args:
-        values: (log-probabilities, entropies) of the batch's L targets, each [L].
+        values: (log-probabilities, entropies), each [L]: a number per target, in the order of
+            batch.targets.
         batch: the packed batch, from `pack`.
         micro_batch: veRL's micro-batch, from which `batch` was packed.
 
