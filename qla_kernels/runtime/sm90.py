@@ -102,8 +102,9 @@ def refused_strides(name: str, x: Tensor, batch_may_repeat: bool = False) -> Rea
     Args:
         name: what the message calls x.
         x: any tensor, of at least two dimensions.
-        batch_may_repeat: accept a stride of 0 in the first dimension, as `expand` makes, if the
-            second dimension has several entries.
+        batch_may_repeat: True also accepts a stride of 0 in the first dimension, as `expand` makes.
+            The caller must then launch the kernel once per entry of the first dimension. If the
+            second dimension has size 1, the stride of 0 is still refused.
     """
     if tma_readable(x, batch_may_repeat):
         return None
@@ -123,8 +124,10 @@ def tma_readable(x: Tensor, batch_may_repeat: bool = False) -> bool:
 
     Args:
         x: any tensor, of at least two dimensions.
-        batch_may_repeat: accept a stride of 0 in the first dimension, as `expand` makes, if the
-            second dimension has several entries. The caller must then launch each row by itself.
+        batch_may_repeat: True also accepts a stride of 0 in the first dimension, as `expand` makes.
+            The caller must then launch the kernel once per entry of the first dimension. If the
+            second dimension has size 1 (one token per row), the stride of 0 is still refused,
+            because kernels then use it as the distance between tokens.
     """
     offset = 0  # untraceable
     if not torch.compiler.is_compiling():
