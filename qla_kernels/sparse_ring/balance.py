@@ -324,20 +324,24 @@ class Latencies(NamedTuple):
     def flat(self, world: int) -> float:
         """Returns the estimated time, in ms, of one ring over all `world` ranks.
 
-        A rank has `world` steps. Each takes `chunk` (attention to the k and v of one rank), or
-        `outer` (sending them to another node) if that is longer; the last step has no transfer.
-        `fixed` (what a layer does once) is added.
+        This is `(world - 1) * max(chunk, outer) + chunk + fixed`, where chunk, outer and fixed are
+        the times in this record. A rank has `world` steps; in each it computes attention to one
+        chunk (the k and v of one rank), and in all but the last it also sends a chunk.
         """
         return (world - 1) * max(self.chunk, self.outer) + self.chunk + self.fixed
 
     def hierarchical(self, world: int, inner_size: int) -> float:
-        """Returns the estimated time, in ms, of a double ring over `world` ranks.
+        """Returns the estimated time, in ms, of a ring of nodes with a ring of ranks in each node.
 
-        There are world / inner_size nodes, and as many turns. In one turn the inner_size ranks of a
-        node pass around all chunks (k and v of one rank) that the node holds and compute attention
-        to them; meanwhile each rank sends one chunk to the next node. A turn takes inner_size times
-        the longer of `chunk` (attention to one chunk) and `inner` (a transfer within the node), and
-        at least `outer` (a transfer between nodes). `fixed` (what a layer does once) is added.
+        This is `fixed + (world / inner_size) * max(inner_size * max(chunk, inner), outer)`, where
+        chunk, inner, outer and fixed are the times in this record. A chunk is the k and v of one
+        rank. A layer takes world / inner_size turns. In a turn, the ranks of a node pass around the
+        chunks that the node holds and compute attention to each; meanwhile every rank sends one
+        chunk to the next node.
+
+        Args:
+            world: number of ranks.
+            inner_size: number of ranks per node, a divisor of world.
         """
         turn = inner_size * max(self.chunk, self.inner)
         return world // inner_size * max(turn, self.outer) + self.fixed

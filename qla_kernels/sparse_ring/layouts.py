@@ -46,18 +46,25 @@ class Layout:
         raise NotImplementedError
 
     def local(self, token: Numbers, T: int) -> Numbers:
-        """Returns the row of the token at index `token` in the tensors of the rank that holds it.
+        """Converts a token's index in the whole sequence to its row on the rank that holds it.
 
-        `token` and the result are ints, or integer tensors of one shape. T is the number of tokens
-        of the sequence, with padding.
+        The row is counted in that rank's tensors, which hold only the tokens of the rank.
+
+        Args:
+            token: the index, an int or an integer tensor; the result has the same form.
+            T: number of tokens of the whole sequence, with padding.
         """
         raise NotImplementedError
 
     def position(self, rank: int, row: Numbers, T: int) -> Numbers:
-        """Returns the index in the sequence of the token in row `row` of the tensors of `rank`.
+        """Converts a row of the tensors that `rank` holds to its token's index in the sequence.
 
-        `row` and the result are ints, or integer tensors of one shape. T is the number of tokens of
-        the sequence, with padding.
+        The inverse of `local`.
+
+        Args:
+            rank: a number from 0 to world - 1.
+            row: an int or an integer tensor; the result has the same form.
+            T: number of tokens of the whole sequence, with padding.
         """
         raise NotImplementedError
 
@@ -253,18 +260,25 @@ class ContiguousLayout(Layout):
         return token // (T // self.world)
 
     def local(self, token: Numbers, T: int) -> Numbers:
-        """Returns the row of the token at index `token` in the tensors of the rank that holds it.
+        """Converts a token's index in the whole sequence to its row on the rank that holds it.
 
-        `token` and the result are ints, or integer tensors of one shape. T is the number of tokens
-        of the sequence, with padding.
+        The row is counted in that rank's tensors, which hold only the tokens of the rank.
+
+        Args:
+            token: the index, an int or an integer tensor; the result has the same form.
+            T: number of tokens of the whole sequence, with padding.
         """
         return token % (T // self.world)
 
     def position(self, rank: int, row: Numbers, T: int) -> Numbers:
-        """Returns the index in the sequence of the token in row `row` of the tensors of `rank`.
+        """Converts a row of the tensors that `rank` holds to its token's index in the sequence.
 
-        `row` and the result are ints, or integer tensors of one shape. T is the number of tokens of
-        the sequence, with padding.
+        The inverse of `local`.
+
+        Args:
+            rank: a number from 0 to world - 1.
+            row: an int or an integer tensor; the result has the same form.
+            T: number of tokens of the whole sequence, with padding.
         """
         return rank * (T // self.world) + row
 
@@ -299,19 +313,26 @@ class ZigZagLayout(Layout):
         return self._mirrored(token // self._part(T))
 
     def local(self, token: Numbers, T: int) -> Numbers:
-        """Returns the row of the token at index `token` in the tensors of the rank that holds it.
+        """Converts a token's index in the whole sequence to its row on the rank that holds it.
 
-        `token` and the result are ints, or integer tensors of one shape. T is the number of tokens
-        of the sequence, with padding.
+        The row is counted in that rank's tensors, which hold only the tokens of the rank.
+
+        Args:
+            token: the index, an int or an integer tensor; the result has the same form.
+            T: number of tokens of the whole sequence, with padding.
         """
         part = self._part(T)
         return token % part + token // part // self.world * part
 
     def position(self, rank: int, row: Numbers, T: int) -> Numbers:
-        """Returns the index in the sequence of the token in row `row` of the tensors of `rank`.
+        """Converts a row of the tensors that `rank` holds to its token's index in the sequence.
 
-        `row` and the result are ints, or integer tensors of one shape. T is the number of tokens of
-        the sequence, with padding.
+        The inverse of `local`.
+
+        Args:
+            rank: a number from 0 to world - 1.
+            row: an int or an integer tensor; the result has the same form.
+            T: number of tokens of the whole sequence, with padding.
         """
         part = self._part(T)
         second = row // part
@@ -331,7 +352,7 @@ class ZigZagLayout(Layout):
         return T // (2 * self.world)
 
     def _mirrored(self, part: Numbers) -> Numbers:
-        """Returns the rank of a part: part if it is below world, else 2 world - 1 - part."""
+        """Returns the rank of a part: part if it is below world, else 2 * world - 1 - part."""
         return part + part // self.world * (2 * self.world - 1 - 2 * part)
 
 
@@ -381,18 +402,25 @@ class StripedLayout(Layout):
         return token // self.stripe % self.world
 
     def local(self, token: Numbers, T: int) -> Numbers:
-        """Returns the row of the token at index `token` in the tensors of the rank that holds it.
+        """Converts a token's index in the whole sequence to its row on the rank that holds it.
 
-        `token` and the result are ints, or integer tensors of one shape. T is the number of tokens
-        of the sequence, with padding.
+        The row is counted in that rank's tensors, which hold only the tokens of the rank.
+
+        Args:
+            token: the index, an int or an integer tensor; the result has the same form.
+            T: number of tokens of the whole sequence, with padding.
         """
         return token // (self.stripe * self.world) * self.stripe + token % self.stripe
 
     def position(self, rank: int, row: Numbers, T: int) -> Numbers:
-        """Returns the index in the sequence of the token in row `row` of the tensors of `rank`.
+        """Converts a row of the tensors that `rank` holds to its token's index in the sequence.
 
-        `row` and the result are ints, or integer tensors of one shape. T is the number of tokens of
-        the sequence, with padding.
+        The inverse of `local`.
+
+        Args:
+            rank: a number from 0 to world - 1.
+            row: an int or an integer tensor; the result has the same form.
+            T: number of tokens of the whole sequence, with padding.
         """
         turn = row // self.stripe * self.world + rank
         return turn * self.stripe + row % self.stripe
