@@ -172,7 +172,7 @@ def _l2norm(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def gate(x: Tensor, A_log: Tensor, dt_bias: Tensor | None = None) -> Tensor:
-    """g = -exp(A_log) softplus(x + dt_bias), natural log; x [B,T,HV], A_log and dt_bias [HV]."""
+    """g = -exp(A_log) * softplus(x + dt_bias), natural log; x [B,T,HV], A_log and dt_bias [HV]."""
     z = _gate_input(x, dt_bias)
     return -A_log.to(z.dtype).exp() * torch.logaddexp(z, torch.zeros_like(z))
 

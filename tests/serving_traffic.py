@@ -77,7 +77,7 @@ class Traffic:
         return [self.free.pop() for _ in range(count)]
 
     def rows(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns packed rows [count, 2 H K + HV V], and a and b [count, HV]."""
+        """Returns packed rows [count, 2 * H * K + HV * V], and a and b [count, HV]."""
         width = 2 * self.H * self.K + self.HV * self.V
         wide = torch.randn(count, width + 16).to(self.device, self.dtype)
         a, b = (torch.randn(count, self.HV).to(self.device, self.dtype) for _ in range(2))
