@@ -18,6 +18,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -73,7 +74,7 @@ class Engine:
 
 def caches(setup: dict[str, Any]) -> dict[str, str]:
     """Caches of compilers: one for all engines, except where engines write at the same time."""
-    room = os.environ.get("ENGINE_CACHES", "/tmp/qla_engine_caches")
+    room = os.environ.get("ENGINE_CACHES", f"{tempfile.gettempdir()}/qla_engine_caches")
     return {"VLLM_CACHE_ROOT": f"{room}/vllm-{setup['who']}", "TRITON_CACHE_DIR": f"{room}/triton"}
 
 

@@ -3,12 +3,13 @@
 import json
 import math
 import random
+import tempfile
 import zlib
 from pathlib import Path
 from typing import Any
 
 VOCAB = 32768
-ROOM = Path("/tmp/qla_engine_models")
+ROOM = Path(tempfile.gettempdir(), "qla_engine_models")
 # hidden, layers, attention heads, kv heads, head size, linear key and value heads, MLP
 SIZES = {
     "check": (2048, 8, 16, 2, 256, 16, 32, 5120),

@@ -8,7 +8,7 @@ In the first two x is [B, T, C]. The list `tables` says which tokens belong to w
 
     empty                each batch row is a sequence
     one tensor           B is 1; the tensor is cu_seqlens, [N + 1] int32 or int64
-    a ConvTables         B is 1; the sequences form a prefix tree; cpu.py reads only two of them
+    a ConvTables         B is 1; the sequences form a prefix tree; on the CPU only two are read
 
 The first norm_heads * norm_size channels are heads of norm_size channels, whose L2 norm becomes 1.
 The gradient of y may be in up to three tensors: dy [B, T, n] is the gradient of the first n
